@@ -1,0 +1,197 @@
+"""`AttentionBackend`: a class that describes a family of kernels and what it can do.
+
+A backend is stateless. Its claims are class attributes and ``supports_*`` methods, and all default to no.
+Defining a subclass checks that the core methods are there; registering it generates its ops.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+
+from attnbackend.impl import AttentionImpl, AttentionImplBase, MLAAttentionImpl
+from attnbackend.metadata import AttentionMetadataBuilder
+from attnbackend.types import AttentionType, KVCacheLayout, LSEBase, MultipleOf, Reason
+
+if TYPE_CHECKING:
+    from attnbackend.selector import AttentionSelectorConfig
+
+__all__ = ["AttentionBackend", "KVCacheDims"]
+
+class KVCacheDims(NamedTuple):
+    """What a cache's logical shape says."""
+
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+
+
+_CORE_METHODS = ("get_name", "get_impl_cls", "get_builder_cls", "get_kv_cache_shape")
+
+
+class AttentionBackend(ABC):
+    """What attnbackend must know of a family of attention kernels.
+
+    Subclass it, state what the kernels can do, and register it with `register_backend`. A subclass that
+    lacks a core method, or whose implementation lacks one, is a TypeError at the class statement;
+    pass ``abstract=True`` in it for a base class of your own.
+    """
+
+    supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
+    """Types of query and output."""
+    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto",)
+    """Names from `KV_CACHE_DTYPES`; "auto" is the query's type."""
+    supported_head_sizes: ClassVar[tuple[int | MultipleOf, ...]] = ()
+    supported_block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = ()
+    supported_device_types: ClassVar[tuple[str, ...]] = ()
+    supported_layouts: ClassVar[tuple[KVCacheLayout, ...]] = (KVCacheLayout.NHD,)
+    supported_attn_types: ClassVar[tuple[AttentionType, ...]] = (AttentionType.DECODER,)
+    min_compute_capability: ClassVar[tuple[int, int] | None] = None
+    """Lowest (major, minor) of a CUDA device; None for any."""
+    max_group_size: ClassVar[int | None] = None
+    """Most query heads for one key-value head; None for any."""
+    lse_base: ClassVar[LSEBase | None] = None
+    """Base of the LSE that the kernels give; None: they give none."""
+
+    is_mla: ClassVar[bool] = False
+    is_sparse: ClassVar[bool] = False
+    is_ssm: ClassVar[bool] = False
+    supports_sliding_window: ClassVar[bool] = False
+    supports_logits_soft_cap: ClassVar[bool] = False
+    supports_alibi: ClassVar[bool] = False
+    supports_sinks: ClassVar[bool] = False
+    supports_non_causal: ClassVar[bool] = False
+    supports_query_scale: ClassVar[bool] = False
+    supports_output_scale: ClassVar[bool] = False
+    supports_output_block_scale: ClassVar[bool] = False
+    supports_per_head_quant_scales: ClassVar[bool] = False
+    is_deterministic: ClassVar[bool] = False
+    """The same arguments give the same bits."""
+
+    def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not abstract:
+            _check_complete(cls)
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        """The name that selects this backend, upper case by custom; its ops are named after it."""
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> type[AttentionImplBase]:
+        """The class whose instances run a layer."""
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        """The class whose instances plan a step."""
+
+    @staticmethod
+    @abstractmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Logical shape of one layer's cache."""
+
+    @classmethod
+    def get_kv_cache_stride_order(cls, layout: KVCacheLayout) -> tuple[int, ...]:
+        """Logical dimensions from the slowest to the fastest in memory.
+
+        The default is for the standard shape ``(num_blocks, 2, block_size, num_kv_heads, head_size)``.
+        """
+        return (0, 1, 2, 3, 4) if layout is KVCacheLayout.NHD else (0, 1, 3, 2, 4)
+
+    @classmethod
+    def parse_kv_cache_shape(cls, shape: tuple[int, ...]) -> KVCacheDims:
+        """The inverse of `get_kv_cache_shape`; the default is for the standard shape."""
+        num_blocks, _, block_size, num_kv_heads, head_size = shape
+        return KVCacheDims(num_blocks, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return _matches(head_size, cls.supported_head_sizes)
+
+    @classmethod
+    def supports_block_size(cls, block_size: int) -> bool:
+        return _matches(block_size, cls.supported_block_sizes)
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        return dtype in cls.supported_dtypes
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str) -> bool:
+        return kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: AttentionType) -> bool:
+        return attn_type in cls.supported_attn_types
+
+    @classmethod
+    def supports_lse(cls) -> bool:
+        return cls.lse_base is not None
+
+    @classmethod
+    def supports_compute_capability(cls, capability: tuple[int, int] | None) -> bool:
+        floor = cls.min_compute_capability
+        return floor is None or capability is None or capability >= floor
+
+    @classmethod
+    def supports_combination(cls, config: AttentionSelectorConfig) -> list[Reason]:
+        """Limits that no single field shows; the default has none."""
+        return []
+
+    @classmethod
+    def unavailable_reason(cls, device_type: str) -> str | None:
+        """Why the kernels cannot run here at all, found by trying; None when they can.
+
+        An ImportError or OSError raised in here also means unavailable; any other exception propagates.
+        """
+        return None
+
+    @classmethod
+    def validate_configuration(cls, config: AttentionSelectorConfig) -> list[Reason]:
+        """Every reason why this backend cannot serve ``config``; an empty list means that it can."""
+        from attnbackend.validation import configuration_reasons
+
+        return configuration_reasons(cls, config)
+
+
+def _matches(value: int, allowed: tuple[int | MultipleOf, ...]) -> bool:
+    return any(value in a if isinstance(a, Container) else value == a for a in allowed)
+
+
+def _check_complete(cls: type[AttentionBackend]) -> None:
+    missing = sorted(getattr(cls, "__abstractmethods__", ())) or [
+        name for name in _CORE_METHODS if getattr(getattr(cls, name), "__isabstractmethod__", False)
+    ]
+    if missing:
+        raise TypeError(
+            f"attention backend {cls.__module__}.{cls.__qualname__} lacks {', '.join(missing)}(). Define "
+            f"each of {', '.join(_CORE_METHODS)}, or pass abstract=True in the class statement."
+        )
+
+
+def check_parts(cls: type[AttentionBackend]) -> None:
+    """Raises TypeError when the classes that a backend names cannot do what its claims say."""
+    impl, builder = cls.get_impl_cls(), cls.get_builder_cls()
+    kind = MLAAttentionImpl if cls.is_mla else AttentionImpl
+    for part, base in ((impl, kind), (builder, AttentionMetadataBuilder)):
+        where = f"{cls.get_name()}: {part.__name__}" if isinstance(part, type) else cls.get_name()
+        if not (isinstance(part, type) and issubclass(part, base)):
+            raise TypeError(f"{where} is not a subclass of {base.__name__} (is_mla={cls.is_mla})")
+        if inspect.isabstract(part):
+            missing = ", ".join(sorted(part.__abstractmethods__))
+            raise TypeError(f"{where} lacks {missing}(); define it in the class")
+    if cls.lse_base is not None and not isinstance(cls.lse_base, LSEBase):
+        raise TypeError(
+            f"{cls.get_name()}: lse_base={cls.lse_base!r} is not an LSEBase. Say LSEBase.E for natural "
+            "logarithms, LSEBase.TWO for base 2, or None when the kernels give no LSE."
+        )

@@ -1,0 +1,1 @@
+"""One module a backend; none is imported before it is wanted."""

@@ -1,0 +1,219 @@
+"""`TORCH_SDPA`: attention in torch's own ops, on any device, for every feature of the contract.
+
+It gathers one request's keys and values at a time, never the whole cache, and needs the batch's lengths on
+the host, so a CUDA graph cannot hold it.
+
+Shape legend: T tokens, N query tokens of one request, L its keys, H query heads, K key-value heads,
+G query heads a key-value head, D head size, S block_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnbackend.backend import AttentionBackend
+from attnbackend.impl import AttentionImpl, OptionalTensors
+from attnbackend.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from attnbackend.types import KVCacheLayout, LSEBase, MultipleOf
+
+__all__ = ["TorchSDPABackend", "TorchSDPAImpl", "TorchSDPAMetadata", "TorchSDPAMetadataBuilder"]
+
+_MAX_SCORES = 1 << 24
+"""Most logits held at once by the explicit path: 64 MiB in float32."""
+
+
+class Request(NamedTuple):
+    """One request's place in the batch, on the host."""
+
+    row: int
+    start: int
+    stop: int
+    seq_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchSDPAMetadata(AttentionMetadata):
+    requests: tuple[Request, ...]
+    """Those that bring tokens."""
+    num_tokens: int
+    """End of the last request; tokens behind it are padding."""
+
+
+class TorchSDPAMetadataBuilder(AttentionMetadataBuilder[TorchSDPAMetadata]):
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> TorchSDPAMetadata:  # fmt: skip
+        starts = common_attn_metadata.host_query_start_loc().tolist()
+        lens = common_attn_metadata.host_seq_lens().tolist()
+        rows = zip(range(len(lens)), starts[:-1], starts[1:], lens, strict=True)
+        requests = tuple(Request(*row) for row in rows if row[2] > row[1])
+        return TorchSDPAMetadata(common=common_attn_metadata, requests=requests, num_tokens=starts[-1])
+
+
+class TorchSDPAImpl(AttentionImpl):
+    def forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
+        attn_metadata: TorchSDPAMetadata, output: Tensor, tensors: OptionalTensors,
+    ) -> None:  # fmt: skip
+        table = attn_metadata.common.block_table
+        for request in attn_metadata.requests:
+            rows = slice(request.start, request.stop)
+            if request.seq_len == 0:
+                self._write_empty(output, tensors.lse, rows)
+                continue
+            first = self._first_key(request)
+            k_LKD, v_LKD = self._gather(kv_cache, table[request.row], first, request.seq_len, tensors)
+            self._attend(query[rows], k_LKD, v_LKD, output[rows], rows, request, first, tensors)
+        self._write_empty(output, tensors.lse, slice(attn_metadata.num_tokens, None))
+
+    @staticmethod
+    def _write_empty(output: Tensor, lse: Tensor | None, rows: slice) -> None:
+        output[rows] = 0
+        if lse is not None:
+            lse[rows] = -torch.inf
+
+    def _first_key(self, request: Request) -> int:
+        """First position that the request's first query sees."""
+        window = self.params.sliding_window
+        first_query = request.seq_len - (request.stop - request.start)
+        return 0 if window is None else max(0, first_query - window + 1)
+
+    def _gather(
+        self, kv_cache: Tensor, table: Tensor, first: int, stop: int, tensors: OptionalTensors
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions ``first:stop``; nothing behind ``stop`` is passed on."""
+        size = self.params.block_size
+        blocks = table[first // size : -(-stop // size)]
+        skip = first % size
+        k_LKD, v_LKD = (
+            kv_cache[:, side].index_select(0, blocks).flatten(0, 1)[skip : skip + stop - first]
+            for side in (0, 1)
+        )
+        return self._dequantize(k_LKD, tensors.k_scale), self._dequantize(v_LKD, tensors.v_scale)
+
+    def _dequantize(self, x_LKD: Tensor, scale: Tensor | None) -> Tensor:
+        dtype = self.params.dtype
+        if scale is None:
+            return x_LKD.to(dtype)
+        return (x_LKD.float() * scale.view(-1, 1)).to(dtype)
+
+    def _attend(
+        self, q_NHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, out_NHD: Tensor, rows: slice,
+        request: Request, first: int, tensors: OptionalTensors,
+    ) -> None:  # fmt: skip
+        explicit = (
+            self.params.logits_soft_cap or tensors.lse is not None or tensors.sinks is not None
+            or tensors.alibi_slopes is not None or request.seq_len < len(q_NHD)
+        )  # fmt: skip
+        if not explicit:
+            out_NHD.copy_(self._fused(q_NHD, k_LKD, v_LKD, first, request.seq_len))
+            return
+        for part in self._query_chunks(len(q_NHD), len(k_LKD)):
+            out, lse = self._explicit(q_NHD, k_LKD, v_LKD, part, first, request.seq_len, tensors)
+            out_NHD[part] = out
+            if tensors.lse is not None:
+                tensors.lse[rows][part] = lse
+
+    def _fused(self, q_NHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, first: int, seq_len: int) -> Tensor:
+        """torch's own kernel, for plain masks."""
+        n, keys = len(q_NHD), len(k_LKD)
+        top_left_is_bottom_right = self.params.causal and n == keys and self.params.sliding_window is None
+        all_visible = n == 1 or not (self.params.causal or self.params.sliding_window)
+        mask = None
+        if not (top_left_is_bottom_right or all_visible):
+            mask = self._visible(range(n), n, keys, first, seq_len, q_NHD.device)
+        out_1HND = F.scaled_dot_product_attention(
+            q_NHD.transpose(0, 1)[None], k_LKD.transpose(0, 1)[None], v_LKD.transpose(0, 1)[None],
+            attn_mask=mask, is_causal=top_left_is_bottom_right and n > 1, scale=self.params.scale,
+            enable_gqa=self.params.num_heads != self.params.num_kv_heads,
+        )  # fmt: skip
+        return out_1HND[0].transpose(0, 1)
+
+    @staticmethod
+    def _query_chunks(queries: int, keys: int) -> Iterator[slice]:
+        step = max(1, _MAX_SCORES // max(1, keys))
+        return (slice(i, min(i + step, queries)) for i in range(0, queries, step))
+
+    def _explicit(
+        self, q_NHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, part: slice, first: int, seq_len: int,
+        tensors: OptionalTensors,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Softmax written out in float32: output [N, H, D] and LSE [N, H] of the queries ``part``."""
+        queries, keys = range(part.start, part.stop), len(k_LKD)
+        groups = self.params.num_heads // self.params.num_kv_heads
+        k_HLD, v_HLD = (x.float().repeat_interleave(groups, 1).transpose(0, 1) for x in (k_LKD, v_LKD))
+        s_HNL = q_NHD[part].float().transpose(0, 1) @ k_HLD.transpose(1, 2) * self.params.scale
+        if cap := self.params.logits_soft_cap:
+            s_HNL = cap * torch.tanh(s_HNL / cap)
+        if tensors.alibi_slopes is not None:
+            distance_NL = self._distance(queries, len(q_NHD), keys, first, seq_len, q_NHD.device)
+            s_HNL = s_HNL + tensors.alibi_slopes.view(-1, 1, 1) * distance_NL
+        visible_NL = self._visible(queries, len(q_NHD), keys, first, seq_len, q_NHD.device)
+        return self._softmax_times(s_HNL.masked_fill(~visible_NL, -torch.inf), v_HLD, tensors.sinks)
+
+    @staticmethod
+    def _softmax_times(s_HNL: Tensor, v_HLD: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        lse_HN = s_HNL.logsumexp(-1)
+        if sinks is not None:
+            lse_HN = torch.logaddexp(lse_HN, sinks.float().view(-1, 1).expand_as(lse_HN))
+        shift_HN = torch.where(lse_HN == -torch.inf, 0.0, lse_HN)
+        p_HNL = (s_HNL - shift_HN.unsqueeze(-1)).exp()
+        return (p_HNL @ v_HLD).transpose(0, 1), lse_HN.transpose(0, 1)
+
+    @staticmethod
+    def _distance(
+        queries: range, n: int, keys: int, first: int, seq_len: int, device: torch.device
+    ) -> Tensor:
+        """Key position minus query position, [N, L]; queries end where the keys end."""
+        q_N = torch.arange(queries.start, queries.stop, device=device) + (seq_len - n)
+        return torch.arange(first, first + keys, device=device) - q_N.unsqueeze(1)
+
+    def _visible(
+        self, queries: range, n: int, keys: int, first: int, seq_len: int, device: torch.device
+    ) -> Tensor:
+        distance_NL = self._distance(queries, n, keys, first, seq_len, device)
+        visible = distance_NL <= 0 if self.params.causal else torch.ones_like(distance_NL, dtype=torch.bool)
+        window = self.params.sliding_window
+        return visible if window is None else visible & (distance_NL > -window)
+
+
+class TorchSDPABackend(AttentionBackend):
+    """Any device, every feature; the default where nothing better is."""
+
+    supported_dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+    supported_head_sizes = (MultipleOf(1),)
+    supported_block_sizes = (MultipleOf(1),)
+    supported_device_types = ("cpu", "cuda", "xpu")
+    supported_layouts = (KVCacheLayout.NHD, KVCacheLayout.HND)
+    lse_base = LSEBase.E
+    supports_sliding_window = True
+    supports_logits_soft_cap = True
+    supports_alibi = True
+    supports_sinks = True
+    supports_non_causal = True
+    supports_per_head_quant_scales = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "TORCH_SDPA"
+
+    @staticmethod
+    def get_impl_cls() -> type[TorchSDPAImpl]:
+        return TorchSDPAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TorchSDPAMetadataBuilder]:
+        return TorchSDPAMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)

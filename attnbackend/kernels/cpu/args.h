@@ -1,0 +1,45 @@
+// What Python passes: one struct a call. The field order is repeated in _structs.py, and
+// `attnbackend_struct_sizes` lets it check that both sides agree.
+#pragma once
+#include "convert.h"
+
+struct AttentionArgs {
+  const void *query, *key_cache, *value_cache;
+  void* output;
+  float* lse;
+  const int32_t *query_start_loc, *seq_lens, *block_table;
+  const float *alibi_slopes, *sinks, *k_scale, *v_scale;
+  int64_t tokens, requests, heads, kv_heads, head_size, value_size;
+  int64_t blocks, block_size, table_width;
+  int64_t query_token, query_head, k_block, k_slot, k_head, v_block, v_slot, v_head;
+  int64_t output_token, output_head, lse_token, lse_head, table_row;
+  int64_t k_scale_step, v_scale_step;  // 0: one scale for all heads, 1: one each
+  int64_t query_dtype, output_dtype, cache_dtype;
+  int64_t causal, window, threads;  // window 0: none
+  double scale, soft_cap;           // soft_cap 0: none
+};
+
+struct WriteArgs {
+  const void *key, *value;
+  void *key_cache, *value_cache;
+  const int64_t* slots;
+  const float *k_scale, *v_scale;
+  int64_t tokens, kv_heads, head_size, value_size, blocks, block_size;
+  int64_t key_token, key_head, value_token, value_head;
+  int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;
+  int64_t k_scale_step, v_scale_step;
+  int64_t source_dtype, cache_dtype, threads;
+};
+
+// Why a call was refused: the code names the rule, a, b and c are the numbers of its message.
+struct Refusal {
+  int64_t code, a, b, c;
+};
+enum RefusalCode : int64_t {
+  BAD_START_LOC = 1,   // a row, b its end, c its start
+  TOO_MANY_TOKENS,     // a query_start_loc[-1]
+  NEGATIVE_SEQ_LEN,    // a row, b value
+  TABLE_TOO_NARROW,    // a row, b seq_len
+  BAD_BLOCK,           // a row, b column, c value
+  BAD_SLOT             // a token, b value
+};

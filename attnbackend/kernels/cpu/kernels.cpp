@@ -1,0 +1,163 @@
+// Entry points. Nothing here depends on Python or torch headers.
+#include "attention.h"
+
+static int64_t tiles_of(const Item& item) { return (item.key1 - item.key0 + KT - 1) / KT; }
+
+// What a key tile costs an item, in units of one narrow tile.
+static int64_t tile_cost(const Item& item) {
+  const int64_t rows = item.row1 - item.row0;
+  return rows <= NARROW_ROWS ? 1 : 4 * ((rows + VW - 1) / VW);
+}
+
+static std::vector<Item> whole_items(const AttentionArgs& a) {
+  std::vector<Item> items;
+  for (int64_t r = 0; r < a.requests; ++r) {
+    const int64_t rows = query_length(a, r) * group_size(a);
+    const int64_t tiles = (rows + WIDE_ROWS - 1) / WIDE_ROWS;
+    for (int64_t t = tiles - 1; t >= 0; --t) {  // the longest first
+      for (int64_t h = 0; h < a.kv_heads; ++h) {
+        Item item = {static_cast<int32_t>(r), static_cast<int32_t>(h), t * WIDE_ROWS,
+                     std::min<int64_t>(rows, (t + 1) * WIDE_ROWS), 0, 0, -1, 0};
+        key_range(a, r, item.row0, item.row1, &item.key0, &item.key1);
+        items.push_back(item);
+      }
+    }
+  }
+  return items;
+}
+
+struct Plan {
+  std::vector<Item> items;
+  std::unique_ptr<Merge[]> merges;
+  std::vector<float> floats;
+  int64_t cost = 0;
+};
+
+// Splits an item over keys when it is more than a quarter of a thread's share of the work.
+static Plan make_plan(const AttentionArgs& a) {
+  Plan plan;
+  std::vector<Item> whole = whole_items(a);
+  for (const Item& item : whole) plan.cost += tiles_of(item) * tile_cost(item);
+  const int64_t share = std::max<int64_t>(1, plan.cost / (4 * a.threads));
+  int64_t merges = 0, floats = 0;
+  std::vector<std::pair<int64_t, int64_t>> sizes;  // parts, first float
+  for (Item item : whole) {
+    const int64_t tiles = tiles_of(item), step = std::max<int64_t>(2, share / tile_cost(item));
+    const int64_t parts = a.threads == 1 ? 1 : std::max<int64_t>(1, (tiles + step - 1) / step);
+    if (parts == 1) {
+      plan.items.push_back(item);
+      continue;
+    }
+    const int32_t end = item.key1;
+    const int64_t even = (tiles + parts - 1) / parts * KT;
+    item.merge = merges++;
+    for (item.part = 0; item.key0 < end; ++item.part, item.key0 = item.key1) {
+      item.key1 = static_cast<int32_t>(std::min<int64_t>(end, item.key0 + even));
+      plan.items.push_back(item);
+      if (item.key1 == end) { ++item.part; break; }
+    }
+    sizes.emplace_back(item.part, floats);
+    floats += item.part * (item.row1 - item.row0) * part_stride(a);
+  }
+  plan.floats.resize(floats);
+  plan.merges.reset(new Merge[merges]);
+  for (int64_t i = 0; i < merges; ++i) {
+    plan.merges[i].parts = sizes[i].first;
+    plan.merges[i].first_float = sizes[i].second;
+    plan.merges[i].left.store(sizes[i].first);
+  }
+  return plan;
+}
+
+template <class C>
+static void run_plan(const AttentionArgs& a, Plan& plan) {
+  const int64_t count = static_cast<int64_t>(plan.items.size());
+  const int threads = static_cast<int>(std::min<int64_t>(plan.cost < 2 ? 1 : a.threads, count));
+  std::atomic<int64_t> next(0);
+#pragma omp parallel num_threads(threads)
+  for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1))
+    run_item<C>(a, plan.items[i], plan.merges.get(), plan.floats.data());
+}
+
+static Refusal attention(const AttentionArgs& a) {
+  const Refusal refusal = check(a);
+  if (refusal.code) return refusal;
+  for (int64_t t = a.requests ? a.query_start_loc[a.requests] : 0; t < a.tokens; ++t)
+    write_empty_token(a, t);
+  Plan plan = make_plan(a);
+  if (plan.items.empty()) return refusal;
+  switch (a.cache_dtype) {
+    case FLOAT32: run_plan<F32>(a, plan); break;
+    case FLOAT16: run_plan<F16>(a, plan); break;
+    case BFLOAT16: run_plan<BF16>(a, plan); break;
+    case E4M3FN: run_plan<E4M3>(a, plan); break;
+    default: run_plan<E5M2F>(a, plan); break;
+  }
+  return refusal;
+}
+
+static void scale_and_clamp(float* x, int64_t n, const float* scale, int64_t dtype) {
+  if (scale)
+    for (int64_t i = 0; i < n; ++i) x[i] /= *scale;
+  if (dtype != E4M3FN && dtype != E5M2) return;
+  const float largest = dtype == E4M3FN ? 448.0f : 57344.0f;
+  for (int64_t i = 0; i < n; ++i) {
+    const float y = x[i] < -largest ? -largest : x[i];
+    x[i] = y > largest ? largest : y;
+  }
+}
+
+static void write_rows(const char* source, int64_t source_head, char* target, int64_t target_head,
+                       const float* scale, int64_t scale_step, int64_t n, const WriteArgs& w) {
+  const int64_t from = element_size(w.source_dtype), to = element_size(w.cache_dtype);
+  float row[4096];
+  for (int64_t h = 0; h < w.kv_heads; ++h) {
+    const char* s = source + h * source_head * from;
+    char* t = target + h * target_head * to;
+    if (w.source_dtype == w.cache_dtype && !scale) {
+      std::memcpy(t, s, n * to);
+      continue;
+    }
+    any_row_to_float(s, row, static_cast<int>(n), w.source_dtype);
+    scale_and_clamp(row, n, scale ? scale + h * scale_step : nullptr, w.cache_dtype);
+    row_from_float(row, t, static_cast<int>(n), w.cache_dtype);
+  }
+}
+
+static void write_token(const WriteArgs& w, int64_t token) {
+  if (w.slots[token] < 0) return;
+  const int64_t block = w.slots[token] / w.block_size, slot = w.slots[token] % w.block_size;
+  const int64_t from = element_size(w.source_dtype), to = element_size(w.cache_dtype);
+  write_rows(static_cast<const char*>(w.key) + token * w.key_token * from, w.key_head,
+             static_cast<char*>(w.key_cache) + (block * w.k_block + slot * w.k_slot) * to,
+             w.k_head, w.k_scale, w.k_scale_step, w.head_size, w);
+  write_rows(static_cast<const char*>(w.value) + token * w.value_token * from, w.value_head,
+             static_cast<char*>(w.value_cache) + (block * w.v_block + slot * w.v_slot) * to,
+             w.v_head, w.v_scale, w.v_scale_step, w.value_size, w);
+}
+
+static Refusal cache_write(const WriteArgs& w) {
+  for (int64_t t = 0; t < w.tokens; ++t)
+    if (w.slots[t] >= w.blocks * w.block_size) return {BAD_SLOT, t, w.slots[t], 0};
+  const int threads = w.tokens * w.kv_heads < 64 ? 1 : static_cast<int>(w.threads);
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t t = 0; t < w.tokens; ++t) write_token(w, t);
+  return {};
+}
+
+static thread_local Refusal last_refusal;
+
+extern "C" {
+int64_t attnbackend_attention(const AttentionArgs* args) {
+  last_refusal = attention(*args);
+  return last_refusal.code;
+}
+int64_t attnbackend_cache_write(const WriteArgs* args) {
+  last_refusal = cache_write(*args);
+  return last_refusal.code;
+}
+void attnbackend_last_refusal(Refusal* refusal) { *refusal = last_refusal; }
+int64_t attnbackend_struct_sizes(void) {
+  return static_cast<int64_t>(sizeof(AttentionArgs)) * 65536 + sizeof(WriteArgs);
+}
+}

@@ -1,0 +1,119 @@
+// Vectors of the machine's width, written with the compiler's vector extensions so that the same
+// source serves AVX-512, AVX2, SSE and NEON. Everything keeps IEEE inf and NaN.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+constexpr int VW = 16;  // float lanes
+constexpr int KR = 8;   // keys held in registers by the wide kernel: KR * 3 accumulators + 4
+#elif defined(__AVX__)
+constexpr int VW = 8;
+constexpr int KR = 4;
+#else
+constexpr int VW = 4;
+constexpr int KR = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(VW * 4)));
+typedef float vf_any __attribute__((vector_size(VW * 4), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(VW * 4)));
+typedef uint32_t vu __attribute__((vector_size(VW * 4)));
+typedef uint16_t vu16 __attribute__((vector_size(VW * 2)));
+typedef uint8_t vu8 __attribute__((vector_size(VW)));
+
+static inline vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
+static inline void store(float* p, vf x) { *reinterpret_cast<vf_any*>(p) = x; }
+// x - 0 is x for every x, -0 and NaN included, so this is a plain broadcast.
+static inline vf splat(float x) { return x - vf{}; }
+static inline vi splat_int(int32_t x) { return x - vi{}; }
+
+static inline vi lane_index() {
+  vi x;
+  for (int i = 0; i < VW; ++i) x[i] = i;
+  return x;
+}
+
+#if defined(__clang__)
+template <int... I>
+struct Lanes {
+  static vf even(vf a, vf b) { return __builtin_shufflevector(a, b, (2 * I)...); }
+  static vf odd(vf a, vf b) { return __builtin_shufflevector(a, b, (2 * I + 1)...); }
+};
+#else
+template <int... I>
+struct Lanes {
+  static inline vf even(vf a, vf b) { return __builtin_shuffle(a, b, vi{(2 * I)...}); }
+  static inline vf odd(vf a, vf b) { return __builtin_shuffle(a, b, vi{(2 * I + 1)...}); }
+};
+#endif
+template <int N, int... I>
+struct LanesFor : LanesFor<N - 1, N - 1, I...> {};
+template <int... I>
+struct LanesFor<0, I...> {
+  typedef Lanes<I...> type;
+};
+typedef LanesFor<VW>::type AllLanes;
+
+static inline vf pair_sums(vf a, vf b) { return AllLanes::even(a, b) + AllLanes::odd(a, b); }
+
+// VW vectors -> one vector whose lane i is the sum of vector i's lanes. Overwrites its input.
+static inline vf sum_each(float* rows) {
+#pragma GCC unroll 8
+  for (int n = VW / 2; n >= 1; n /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i) {
+      store(rows + i * VW, pair_sums(load(rows + 2 * i * VW), load(rows + (2 * i + 1) * VW)));
+    }
+  }
+  return load(rows);
+}
+
+static inline float sum_lanes(vf x) {
+  float total = 0;
+  for (int i = 0; i < VW; ++i) total += x[i];
+  return total;
+}
+
+static inline float max_lanes(vf x) {
+  float best = x[0];
+  for (int i = 1; i < VW; ++i) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+// exp for x <= 0 (or NaN), relative error about 1 ulp; below the smallest normal it gives 0.
+// x = n ln2 + r with |r| <= ln2/2; exp(r) = 1 + r + r^2 q(r), q fitted at Chebyshev nodes.
+static inline vf exp_nonpositive(vf x) {
+  const float log2e = 1.44269504088896341f, ln2_high = 0.693145751953125f;
+  const float ln2_low = 1.42860682030941723e-6f, round_shift = 12582912.0f;  // 1.5 * 2^23
+  const vi tiny = x < -87.3365f;
+  const vf y = tiny ? vf{} : x;
+  const vf shifted = y * log2e + round_shift;
+  const vf n = shifted - round_shift;
+  const vf r = (y - n * ln2_high) - n * ln2_low;
+  vf q = r * 0.001393390935845673f + 0.008363353088498116f;
+  q = q * r + 0.041666463017463684f;
+  q = q * r + 0.16666576266288757f;
+  q = q * r + 0.5f;
+  const vf p = (q * r) * r + r + 1.0f;
+  const vi power = (__builtin_convertvector(n, vi) + 127) << 23;
+  const vf result = p * reinterpret_cast<vf>(power);
+  return tiny ? vf{} : result;
+}
+
+// tanh to about 2 ulp: odd polynomial near 0, (1 - e) / (1 + e) with e = exp(-2|x|) elsewhere.
+static inline vf tanh_vector(vf x) {
+  const vf a = x < 0 ? -x : x;
+  const vf z = a * a;
+  vf q = z * 0.002218102104961872f - 0.00827582273632288f;
+  q = q * z + 0.021747421473264694f;
+  q = q * z - 0.0539565347135067f;
+  q = q * z + 0.13333292305469513f;
+  q = q * z - 0.3333333432674408f;
+  const vf near = (q * z) * a + a;
+  const vf e = exp_nonpositive(-2.0f * a);
+  const vf far = (1.0f - e) / (1.0f + e);
+  const vf y = a < 0.625f ? near : far;
+  return x < 0 ? -y : y;
+}

@@ -1,0 +1,219 @@
+// The arithmetic of one tile: scores, masks, online softmax and the product with the values.
+// Two layouts. "Narrow" (decode: few query rows) puts head elements and keys in the lanes and reads
+// the cache in place. "Wide" puts query rows in the lanes, so K and V are used as scalars in their
+// natural order, nothing is transposed, and the softmax needs no sums across lanes.
+#pragma once
+#include "convert.h"
+
+constexpr int KT = 64;              // keys in a tile
+constexpr int PANEL = 3;            // vectors of rows held in registers by the wide kernel
+constexpr int NARROW_ROWS = VW / 2; // up to so many rows the narrow layout is the faster one
+constexpr int WIDE_ROWS = 2 * PANEL * VW;
+constexpr int NARROW_VECTORS = VW == 16 ? 4 : 2;
+
+struct RowInfo {  // per query row, padded to whole vectors
+  int32_t low[WIDE_ROWS], high[WIDE_ROWS], position[WIDE_ROWS];  // visible keys: [low, high)
+  float slope[WIDE_ROWS], maximum[WIDE_ROWS], sum[WIDE_ROWS], decay[WIDE_ROWS];
+  int64_t count;
+};
+
+struct ScoreRules {
+  float cap;  // 0: none
+  bool alibi;
+};
+
+static inline int64_t round_up(int64_t n, int64_t m) { return (n + m - 1) / m * m; }
+
+static inline vf finite_or_zero(vf maximum) {
+  return maximum == splat(-INFINITY) ? vf{} : maximum;
+}
+
+// ---- narrow -------------------------------------------------------------------------------------
+
+// scores[r][j] = q[r] . k[j]; keys[] is padded to a multiple of VW with readable rows.
+template <class C, int R>
+static void narrow_scores(const float* q, int64_t q_row, const typename C::raw* const* keys,
+                          int count, int d, float* scores, float* sums) {
+  for (int j0 = 0; j0 < count; j0 += VW) {
+    for (int j = 0; j < VW; ++j) {
+      const typename C::raw* k = keys[j0 + j];
+      vf acc[R] = {};
+      int i = 0;
+      for (; i + VW <= d; i += VW) {
+        const vf x = load_as_float<C>(k + i);
+        for (int r = 0; r < R; ++r) acc[r] += x * load(q + r * q_row + i);
+      }
+      if (i < d) {
+        const vf x = load_tail<C>(k + i, d - i);
+        for (int r = 0; r < R; ++r) acc[r] += x * load(q + r * q_row + i);
+      }
+      for (int r = 0; r < R; ++r) store(sums + (r * VW + j) * VW, acc[r]);
+    }
+    for (int r = 0; r < R; ++r) store(scores + r * KT + j0, sum_each(sums + r * VW * VW));
+  }
+}
+
+// Soft-cap, alibi and mask for one row's scores of keys first .. first + count.
+static inline void narrow_rules(float* scores, const RowInfo& rows, int r, int first, int count,
+                                const ScoreRules& rules) {
+  const vi low = splat_int(rows.low[r]), high = splat_int(rows.high[r]);
+  for (int j = 0; j < count; j += VW) {
+    vf s = load(scores + j);
+    const vi key = lane_index() + (first + j);
+    if (rules.cap > 0) s = tanh_vector(s / rules.cap) * rules.cap;
+    if (rules.alibi) s += rows.slope[r] * __builtin_convertvector(key - rows.position[r], vf);
+    s = (key >= low) & (key < high) ? s : splat(-INFINITY);
+    store(scores + j, s);
+  }
+}
+
+// Scores -> probabilities relative to the new maximum; the old accumulator is scaled to match.
+static inline void narrow_softmax(float* scores, RowInfo& rows, int r, int count, float* acc,
+                                  int64_t width) {
+  vf best = splat(-INFINITY);
+  for (int j = 0; j < count; j += VW) {
+    const vf s = load(scores + j);
+    best = s > best ? s : best;
+  }
+  const float old = rows.maximum[r], top = max_lanes(best), now = top > old ? top : old;
+  const vf base = finite_or_zero(splat(now));
+  vf total = {};
+  for (int j = 0; j < count; j += VW) {
+    const vf p = exp_nonpositive(load(scores + j) - base);
+    store(scores + j, p);
+    total += p;
+  }
+  const float decay = exp_nonpositive(splat(old) - base)[0];
+  rows.maximum[r] = now;
+  rows.sum[r] = rows.sum[r] * decay + sum_lanes(total);
+  if (decay == 1.0f) return;
+  for (int64_t i = 0; i < width; i += VW) store(acc + i, load(acc + i) * decay);
+}
+
+template <class C, int R, int N>
+static inline void narrow_values_chunk(const typename C::raw* const* values, int at,
+                                       const float* p, int count, float* acc, int64_t width) {
+  vf sum[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) sum[r][n] = load(acc + r * width + n * VW);
+  for (int j = 0; j < count; ++j) {
+    vf x[N];
+    for (int n = 0; n < N; ++n) x[n] = load_as_float<C>(values[j] + at + n * VW);
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) sum[r][n] += x[n] * p[r * KT + j];
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(acc + r * width + n * VW, sum[r][n]);
+}
+
+template <class C, int R>
+static void narrow_values(const typename C::raw* const* values, const float* p, int count, int dv,
+                          float* acc, int64_t width) {
+  constexpr int N = NARROW_VECTORS;
+  int i = 0;
+  for (; i + N * VW <= dv; i += N * VW)
+    narrow_values_chunk<C, R, N>(values, i, p, count, acc + i, width);
+  for (; i + VW <= dv; i += VW)
+    narrow_values_chunk<C, R, 1>(values, i, p, count, acc + i, width);
+  if (i == dv) return;
+  for (int j = 0; j < count; ++j) {
+    const vf x = load_tail<C>(values[j] + i, dv - i);
+    for (int r = 0; r < R; ++r) {
+      float* sum = acc + r * width + i;
+      store(sum, load(sum) + x * p[r * KT + j]);
+    }
+  }
+}
+
+// ---- wide ---------------------------------------------------------------------------------------
+
+// scores[j][row] = k[j] . q[:, row]; q is [d][rows], k is [count rounded up to KR][d].
+template <int N>
+static void wide_scores(const float* q, int64_t rows, const float* k, int count, int d,
+                        float* scores) {
+  for (int j = 0; j < count; j += KR) {
+    vf acc[KR][N] = {};
+    const float* key = k + static_cast<int64_t>(j) * d;
+    for (int i = 0; i < d; ++i) {
+      vf x[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) x[n] = load(q + i * rows + n * VW);
+#pragma GCC unroll 8
+      for (int r = 0; r < KR; ++r) {
+        const vf y = splat(key[static_cast<int64_t>(r) * d + i]);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) acc[r][n] += x[n] * y;
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < KR; ++r)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) store(scores + (j + r) * rows + n * VW, acc[r][n]);
+  }
+}
+
+// acc[i][row] = acc[i][row] * decay[row] + sum_j v[j][i] * p[j][row]; width is a multiple of KR.
+template <int N>
+static void wide_values(const float* p, int64_t rows, const float* v, int count, int width,
+                        const float* decay, float* acc) {
+  for (int i = 0; i < width; i += KR) {
+    vf sum[KR][N];
+#pragma GCC unroll 8
+    for (int r = 0; r < KR; ++r)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n)
+        sum[r][n] = load(acc + (i + r) * rows + n * VW) * load(decay + n * VW);
+    for (int j = 0; j < count; ++j) {
+      vf x[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) x[n] = load(p + j * rows + n * VW);
+      const float* value = v + static_cast<int64_t>(j) * width + i;
+#pragma GCC unroll 8
+      for (int r = 0; r < KR; ++r) {
+        const vf y = splat(value[r]);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sum[r][n] += x[n] * y;
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < KR; ++r)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) store(acc + (i + r) * rows + n * VW, sum[r][n]);
+  }
+}
+
+// The rules for the VW rows at `at`, over the tile's keys.
+static inline void wide_rules(float* scores, int64_t rows, const RowInfo& info, int at, int first,
+                              int count, const ScoreRules& rules) {
+  const vi low = load_raw<vi>(info.low + at), high = load_raw<vi>(info.high + at);
+  const vi position = load_raw<vi>(info.position + at);
+  const vf slope = load(info.slope + at);
+  for (int j = 0; j < count; ++j) {
+    float* place = scores + j * rows + at;
+    vf s = load(place);
+    const vi key = splat_int(first + j);
+    if (rules.cap > 0) s = tanh_vector(s / rules.cap) * rules.cap;
+    if (rules.alibi) s += slope * __builtin_convertvector(key - position, vf);
+    store(place, (key >= low) & (key < high) ? s : splat(-INFINITY));
+  }
+}
+
+static inline void wide_softmax(float* scores, int64_t rows, RowInfo& info, int at, int count) {
+  const vf old = load(info.maximum + at);
+  vf now = old;
+  for (int j = 0; j < count; ++j) {
+    const vf s = load(scores + j * rows + at);
+    now = s > now ? s : now;
+  }
+  const vf base = finite_or_zero(now);
+  vf total = {};
+  for (int j = 0; j < count; ++j) {
+    const vf p = exp_nonpositive(load(scores + j * rows + at) - base);
+    store(scores + j * rows + at, p);
+    total += p;
+  }
+  const vf decay = exp_nonpositive(old - base);
+  store(info.maximum + at, now);
+  store(info.decay + at, decay);
+  store(info.sum + at, load(info.sum + at) * decay + total);
+}

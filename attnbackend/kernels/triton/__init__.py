@@ -1,0 +1,47 @@
+"""Triton attention kernels over a paged key/value cache.
+
+The functions are imported on first use, so that `unavailable_reason` answers on a machine
+without triton. With `TRITON_INTERPRET=1` in the environment before triton is first imported,
+the same kernels run on CPU tensors, for tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .availability import unavailable_reason
+
+if TYPE_CHECKING:
+    from .cache_writer import cache_write
+    from .decode import paged_decode_attention
+    from .merge import merge_attention_states
+    from .paged import paged_attention
+    from .splits import decode_num_splits, decode_workspace_size
+
+__all__ = [
+    "cache_write",
+    "decode_num_splits",
+    "decode_workspace_size",
+    "merge_attention_states",
+    "paged_attention",
+    "paged_decode_attention",
+    "unavailable_reason",
+]
+
+_HOME = {
+    "cache_write": "cache_writer",
+    "decode_num_splits": "splits",
+    "decode_workspace_size": "splits",
+    "merge_attention_states": "merge",
+    "paged_attention": "paged",
+    "paged_decode_attention": "decode",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,45 @@
+"""How decode cuts its keys into splits, and how much scratch memory that takes.
+
+Everything here depends on shapes alone: a captured graph keeps its number of splits, and the
+kernel divides the real lengths by it at run time.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+MIN_SPLIT_KEYS = 256
+"""Fewest keys worth a split of their own: below it merging costs more than it saves."""
+
+MAX_SPLITS = 128
+PROGRAMS_PER_PROCESSOR = 2
+"""Decode programs that fit on one multiprocessor at once (96 KiB of shared memory each)."""
+
+
+def decode_num_splits(num_programs: int, max_keys: int, num_processors: int) -> int:
+    """Splits that fill the device in one wave.
+
+    `num_programs` = rows * kv heads (* pieces of a group): what runs without splitting;
+    `max_keys` = table width * block size; `num_processors` = multiprocessors of the device.
+    """
+    wanted = num_processors * PROGRAMS_PER_PROCESSOR // max(1, num_programs)
+    return max(1, min(wanted, max_keys // MIN_SPLIT_KEYS, MAX_SPLITS))
+
+
+def decode_workspace_size(
+    num_rows: int, num_heads: int, value_head_size: int, num_splits: int
+) -> int:
+    """float32 elements that `paged_decode_attention` needs in `workspace` (0 for one split)."""
+    if num_splits == 1:
+        return 0
+    return num_rows * num_heads * num_splits * (value_head_size + 1)
+
+
+@lru_cache(maxsize=64)
+def processor_count(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device, 1 for any other device."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,269 @@
+"""From a call's arguments to the implementation that runs it.
+
+Everything that does not depend on the number of tokens is checked and resolved once for each distinct
+signature; a call then costs a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnbackend.backend import AttentionBackend, KVCacheDims
+from attnbackend.config import debug_checks_enabled, forced_backend
+from attnbackend.forward_context import get_forward_context
+from attnbackend.impl import AttentionImpl, AttentionParams, OptionalTensors
+from attnbackend.kv_cache import FullAttentionSpec, SlidingWindowSpec
+from attnbackend.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from attnbackend.ops import checks
+from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
+from attnbackend.registry import registry_generation, resolve_backend
+from attnbackend.selector import AttentionSelectorConfig, backend_reasons, select_backend
+from attnbackend.types import AttentionType, LSEBase
+
+__all__ = ["check_attention_call", "check_update_call", "run_attention", "run_update", "selector_config"]
+
+_CACHE_LIMIT = 4096
+_LN_2 = math.log(2.0)
+
+
+@dataclass(frozen=True)
+class _BoundAttention:
+    """An implementation that fits a signature, with a builder for calls that no plan covers."""
+
+    name: str
+    impl: AttentionImpl
+    dims: KVCacheDims
+    builder: AttentionMetadataBuilder[Any]
+    converts_lse: bool
+
+    def run(self, call: AttentionCall) -> None:
+        tensors = OptionalTensors(
+            call.lse, call.alibi_slopes, call.sinks, call.q_scale, call.k_scale, call.v_scale,
+            call.output_scale, call.output_block_scale,
+        )  # fmt: skip
+        plan = self._plan(call)
+        self.impl.forward(call.query, call.key, call.value, call.kv_cache, plan, call.output, tensors)
+        if self.converts_lse and call.lse is not None:
+            call.lse.mul_(_LN_2)
+
+    def _plan(self, call: AttentionCall) -> AttentionMetadata:
+        context = get_forward_context()
+        if context is not None and call.group >= 0:
+            plan = context.plans.get((call.group, self.name))
+            if plan is not None and plan.is_for(call.query_start_loc, call.seq_lens, call.block_table):
+                return plan
+        common = CommonAttentionMetadata.from_tensors(
+            call.query_start_loc, call.seq_lens, call.block_table,
+            num_tokens=call.query.shape[0], block_size=self.dims.block_size, causal=call.causal,
+        )  # fmt: skip
+        return self.builder.build(0, common)
+
+
+def _standard_dims(kv_cache: Tensor) -> KVCacheDims:
+    """For the agnostic ops, which speak of the standard cache before a backend is chosen."""
+    shape = tuple(kv_cache.shape)
+    if len(shape) != 5 or shape[1] != 2:
+        raise ValueError(
+            f"shape of kv_cache is {shape}; expected (num_blocks, 2, block_size, num_kv_heads, head_size), "
+            "which the agnostic ops work on; call a backend's own op for another shape"
+        )
+    return KVCacheDims(shape[0], int(shape[2]), int(shape[3]), int(shape[4]))
+
+
+def _backend_dims(backend: type[AttentionBackend], kv_cache: Tensor, kv_cache_dtype: str) -> KVCacheDims:
+    """Reads a cache's shape as ``backend`` does, and checks that the backend gives that shape back."""
+    shape = tuple(kv_cache.shape)
+    try:
+        dims = KVCacheDims(*backend.parse_kv_cache_shape(shape))
+    except (ValueError, IndexError):
+        dims = KVCacheDims(1, 0, 1, 0)
+    wanted = tuple(backend.get_kv_cache_shape(*dims, kv_cache_dtype)) if dims.block_size else "another rank"
+    if wanted != shape:
+        raise ValueError(f"shape of kv_cache is {shape}; {backend.get_name()} expects {wanted}")
+    return KVCacheDims(dims.num_blocks, *(int(n) for n in dims[1:]))
+
+
+def selector_config(call: AttentionCall, dims: KVCacheDims) -> AttentionSelectorConfig:
+    """What a call asks of a backend."""
+    return AttentionSelectorConfig.dense(
+        device_type=call.query.device.type, head_size=dims.head_size,
+        num_heads=int(call.query.shape[1]), num_kv_heads=dims.num_kv_heads,
+        dtype=call.query.dtype, kv_cache_dtype=call.kv_cache_dtype, block_size=dims.block_size,
+        attn_type=AttentionType(call.attn_type), causal=call.causal,
+        sliding_window=call.sliding_window, logits_soft_cap=call.logits_soft_cap,
+        has_alibi=call.alibi_slopes is not None, has_sinks=call.sinks is not None,
+        needs_lse=call.lse is not None, has_query_scale=call.q_scale is not None,
+        has_output_scale=call.output_scale is not None,
+        has_output_block_scale=call.output_block_scale is not None,
+        per_head_quant_scales=_per_head(call.k_scale) or _per_head(call.v_scale),
+    )  # fmt: skip
+
+
+def _update_config(call: KVCacheUpdateCall, dims: KVCacheDims) -> AttentionSelectorConfig:
+    """What a write asks of a backend: as a plain layer over the same cache."""
+    return AttentionSelectorConfig.dense(
+        device_type=call.key.device.type, head_size=dims.head_size, num_heads=dims.num_kv_heads,
+        num_kv_heads=dims.num_kv_heads, dtype=call.key.dtype, kv_cache_dtype=call.kv_cache_dtype,
+        block_size=dims.block_size,
+        per_head_quant_scales=_per_head(call.k_scale) or _per_head(call.v_scale),
+    )  # fmt: skip
+
+
+def _per_head(scale: Tensor | None) -> bool:
+    return scale is not None and scale.numel() > 1
+
+
+def _choose(name: str | None, config: AttentionSelectorConfig) -> type[AttentionBackend]:
+    """The named backend if it can serve, or the selected one where ``name`` is None."""
+    if name is None:
+        return select_backend(config).backend
+    reasons = backend_reasons(name, config)
+    if reasons:
+        listed = "".join(f"\n  {reason}" for reason in reasons)
+        raise ValueError(f"backend {name!r} cannot serve this call:{listed}")
+    return resolve_backend(name)
+
+
+def _resolve(
+    name: str | None, kv_cache: Tensor, kv_cache_dtype: str,
+    config_of: Callable[[KVCacheDims], AttentionSelectorConfig],
+) -> tuple[type[AttentionBackend], KVCacheDims]:  # fmt: skip
+    if name is not None:
+        dims = _backend_dims(resolve_backend(name), kv_cache, kv_cache_dtype)
+        return _choose(name, config_of(dims)), dims
+    backend = _choose(None, config_of(_standard_dims(kv_cache)))
+    return backend, _backend_dims(backend, kv_cache, kv_cache_dtype)
+
+
+def _dims_to_check(name: str | None, kv_cache: Tensor, kv_cache_dtype: str) -> KVCacheDims:
+    if name is None:
+        return _standard_dims(kv_cache)
+    return _backend_dims(resolve_backend(name), kv_cache, kv_cache_dtype)
+
+
+def check_attention_call(name: str | None, call: AttentionCall) -> tuple[type[AttentionBackend], KVCacheDims]:
+    """Everything that running the call would refuse, without running it; ``name`` None: agnostic."""
+    checks.check_attention(call, _dims_to_check(name, call.kv_cache, call.kv_cache_dtype))
+    checks.check_attention_tokens(call)
+    return _resolve(name, call.kv_cache, call.kv_cache_dtype, lambda dims: selector_config(call, dims))
+
+
+def check_update_call(name: str | None, call: KVCacheUpdateCall) -> tuple[type[AttentionBackend], KVCacheDims]:
+    """As `check_attention_call`, for a cache write."""
+    checks.check_update(call, _dims_to_check(name, call.kv_cache, call.kv_cache_dtype))
+    checks.check_update_tokens(call)
+    return _resolve(name, call.kv_cache, call.kv_cache_dtype, lambda dims: _update_config(call, dims))
+
+
+def _params(call: AttentionCall, dims: KVCacheDims) -> AttentionParams:
+    return AttentionParams(
+        num_heads=call.query.shape[1], num_kv_heads=dims.num_kv_heads, head_size=dims.head_size,
+        dtype=call.query.dtype, kv_cache_dtype=call.kv_cache_dtype, block_size=dims.block_size,
+        device_type=call.query.device.type, scale=call.scale, causal=call.causal,
+        sliding_window=call.sliding_window, logits_soft_cap=call.logits_soft_cap,
+        attn_type=AttentionType(call.attn_type),
+    )  # fmt: skip
+
+
+def _spec(params: AttentionParams) -> FullAttentionSpec | SlidingWindowSpec:
+    shared: dict[str, Any] = {
+        "block_size": params.block_size, "num_kv_heads": params.num_kv_heads,
+        "head_size": params.head_size, "dtype": params.dtype, "kv_cache_dtype": params.kv_cache_dtype,
+    }  # fmt: skip
+    if params.sliding_window is None:
+        return FullAttentionSpec(**shared)
+    return SlidingWindowSpec(sliding_window=params.sliding_window, **shared)
+
+
+def _bind_attention(name: str | None, call: AttentionCall) -> _BoundAttention:
+    backend, dims = check_attention_call(name, call)
+    params = _params(call, dims)
+    impl = backend.get_impl_cls()(params)
+    assert isinstance(impl, AttentionImpl)
+    builder = backend.get_builder_cls()(_spec(params), None, call.query.device)
+    return _BoundAttention(backend.get_name(), impl, dims, builder, backend.lse_base is LSEBase.TWO)
+
+
+def _bind_update(name: str | None, call: KVCacheUpdateCall) -> tuple[AttentionImpl, KVCacheDims]:
+    backend, dims = check_update_call(name, call)
+    params = AttentionParams(
+        num_heads=dims.num_kv_heads, num_kv_heads=dims.num_kv_heads, head_size=dims.head_size,
+        dtype=call.key.dtype, kv_cache_dtype=call.kv_cache_dtype, block_size=dims.block_size,
+        device_type=call.key.device.type, scale=1.0,
+    )  # fmt: skip
+    impl = backend.get_impl_cls()(params)
+    assert isinstance(impl, AttentionImpl)
+    return impl, dims
+
+
+def _rows(x: Tensor | None) -> Any:
+    """Signature of a tensor whose first dimension is the number of tokens."""
+    return x if x is None else (x.shape[1:], x.dtype, x.device, x.stride(-1))
+
+
+def _whole(x: Tensor | None) -> Any:
+    """Signature of any other tensor."""
+    return x if x is None else (x.shape, x.dtype, x.device)
+
+
+def _attention_signature(c: AttentionCall) -> tuple[Any, ...]:
+    return (
+        _rows(c.query), _rows(c.key), _rows(c.value), _rows(c.output), _rows(c.lse),
+        c.kv_cache.shape, c.kv_cache.dtype, c.kv_cache.device, c.kv_cache.stride(-1),
+        _whole(c.query_start_loc), _whole(c.seq_lens), _whole(c.block_table), c.scale, c.causal,
+        c.sliding_window, c.logits_soft_cap, _whole(c.alibi_slopes), _whole(c.sinks), _whole(c.q_scale),
+        _whole(c.k_scale), _whole(c.v_scale), _whole(c.output_scale), _rows(c.output_block_scale),
+        c.kv_cache_dtype, c.attn_type,
+        torch.is_grad_enabled() and (c.query.requires_grad or (c.key is not None and c.key.requires_grad)),
+    )  # fmt: skip
+
+
+def _update_signature(c: KVCacheUpdateCall) -> tuple[Any, ...]:
+    return (
+        _rows(c.key), _rows(c.value), _whole(c.kv_cache), c.kv_cache.stride(-1), c.slot_mapping.dtype,
+        c.slot_mapping.device, c.slot_mapping.dim(), _whole(c.k_scale), _whole(c.v_scale),
+        c.kv_cache_dtype, torch.is_grad_enabled() and (c.key.requires_grad or c.value.requires_grad),
+    )  # fmt: skip
+
+
+V = TypeVar("V")
+_ATTENTION: dict[Any, _BoundAttention] = {}
+_UPDATE: dict[Any, tuple[AttentionImpl, KVCacheDims]] = {}
+
+
+def _remember(cache: dict[Any, V], key: Any, value: V) -> V:
+    if len(cache) >= _CACHE_LIMIT:
+        cache.clear()
+    cache[key] = value
+    return value
+
+
+def run_attention(name: str | None, call: AttentionCall) -> None:
+    """Runs a call on the named backend, or on the one selected for its arguments."""
+    chosen_by = forced_backend() if name is None else name
+    key = (chosen_by, registry_generation(), _attention_signature(call))
+    bound = _ATTENTION.get(key) or _remember(_ATTENTION, key, _bind_attention(name, call))
+    checks.check_attention_tokens(call)
+    if debug_checks_enabled():
+        checks.check_block_table(call, bound.dims)
+    if call.query.shape[0]:
+        bound.run(call)
+
+
+def run_update(name: str | None, call: KVCacheUpdateCall) -> None:
+    """As `run_attention`, for a cache write."""
+    chosen_by = forced_backend() if name is None else name
+    key = (chosen_by, registry_generation(), _update_signature(call))
+    impl, dims = _UPDATE.get(key) or _remember(_UPDATE, key, _bind_update(name, call))
+    checks.check_update_tokens(call)
+    if debug_checks_enabled():
+        checks.check_slots(call, dims)
+    if call.key.shape[0]:
+        tensors = OptionalTensors(k_scale=call.k_scale, v_scale=call.v_scale)
+        impl.kv_cache_update(call.key, call.value, call.kv_cache, call.slot_mapping, tensors)

@@ -1,0 +1,176 @@
+"""What every op checks of its arguments, before any backend sees them. Shared by the real ops and the fakes.
+
+Shape legend: T tokens, H query heads, K key-value heads, D head size, R requests, W block-table width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnbackend.backend import KVCacheDims
+from attnbackend.kv_cache import resolve_kv_cache_dtype
+from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
+from attnbackend.types import AttentionType
+
+__all__ = ["check_attention", "check_attention_tokens", "check_block_table", "check_slots", "check_update", "check_update_tokens"]  # fmt: skip
+
+
+def _fail(what: str, got: Any, allowed: str) -> None:
+    raise ValueError(f"{what} is {got}; expected {allowed}")
+
+
+def _check_tensor(
+    what: str, x: Tensor | None, shape: Sequence[int | str], dtypes: Sequence[torch.dtype], like: Tensor
+) -> None:  # fmt: skip
+    """Checks an optional tensor; a string in ``shape`` names a dimension of any size."""
+    if x is None:
+        return
+    if x.dim() != len(shape) or any(s != n for s, n in zip(x.shape, shape, strict=True) if not isinstance(n, str)):
+        _fail(f"shape of {what}", tuple(x.shape), f"({', '.join(map(str, shape))})")
+    if x.dtype not in dtypes:
+        _fail(f"dtype of {what}", x.dtype, " or ".join(map(str, dtypes)))
+    if x.device != like.device:
+        _fail(f"device of {what}", x.device, f"{like.device}, where query and cache are")
+
+
+def _check_scale(what: str, scale: Tensor | None, num_kv_heads: int, like: Tensor) -> None:
+    if scale is None:
+        return
+    if scale.numel() not in (1, num_kv_heads):
+        _fail(f"number of elements of {what}", scale.numel(), f"1 or num_kv_heads={num_kv_heads}")
+    if scale.dtype != torch.float32 or scale.device != like.device:
+        _fail(what, f"{scale.dtype} on {scale.device}", f"torch.float32 on {like.device}")
+
+
+def _check_contiguous_rows(what: str, x: Tensor | None) -> None:
+    if x is not None and x.stride(-1) != 1:
+        _fail(f"last stride of {what}", x.stride(-1), f"1; call {what}.contiguous()")
+
+
+def _check_cache(kv_cache: Tensor, kv_cache_dtype: str, model_dtype: torch.dtype) -> None:
+    wanted = resolve_kv_cache_dtype(kv_cache_dtype, model_dtype)
+    if kv_cache.dtype != wanted:
+        remedy = f"kv_cache.view({wanted})" if kv_cache.dtype.itemsize == wanted.itemsize == 1 else "allocate_kv_cache()"
+        _fail("dtype of kv_cache", kv_cache.dtype, f"{wanted} for kv_cache_dtype={kv_cache_dtype!r}; use {remedy}")
+
+
+def _check_no_grad(*tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise RuntimeError(
+            "attnbackend's ops serve inference and have no backward, but an input requires grad; run the "
+            "model under torch.inference_mode() or torch.no_grad()"
+        )
+
+
+def _check_scalars(call: AttentionCall) -> None:
+    if not math.isfinite(call.scale):
+        _fail("scale", call.scale, "a finite number")
+    if call.sliding_window is not None and call.sliding_window < 1:
+        _fail("sliding_window", call.sliding_window, "at least 1 (the token itself), or None for no window")
+    if not 0.0 <= call.logits_soft_cap < math.inf:
+        _fail("logits_soft_cap", call.logits_soft_cap, "a positive number, or 0 for none")
+    if call.attn_type not in {t.value for t in AttentionType}:
+        _fail("attn_type", repr(call.attn_type), f"one of {', '.join(t.value for t in AttentionType)}")
+
+
+def check_attention(call: AttentionCall, dims: KVCacheDims) -> None:
+    """Raises ValueError on anything about an attention call that no backend could serve."""
+    q, kv_heads = call.query, dims.num_kv_heads
+    if q.dim() != 3:
+        _fail("shape of query", tuple(q.shape), "(num_tokens, num_heads, head_size)")
+    _, heads, head_size = q.shape
+    if head_size != dims.head_size:
+        _fail("head size of kv_cache", dims.head_size, f"{head_size}, as query's {tuple(q.shape)}")
+    if heads % kv_heads:
+        _fail("num_heads", heads, f"a multiple of num_kv_heads={kv_heads}, as kv_cache has")
+    _check_no_grad(q, call.key, call.value)
+    _check_scalars(call)
+    _check_cache(call.kv_cache, call.kv_cache_dtype, q.dtype)
+    if call.kv_cache.device != q.device:
+        _fail("device of kv_cache", call.kv_cache.device, f"{q.device}, as query")
+    if (call.key is None) != (call.value is None):
+        _fail("key and value", "only one of the two", "both or neither")
+    int32, f32 = (torch.int32,), (torch.float32,)
+    quantised = call.output_scale is not None or call.output_block_scale is not None
+    for what, x, shape, dtypes in (
+        ("key", call.key, ("T", kv_heads, head_size), (q.dtype,)),
+        ("value", call.value, ("T", kv_heads, head_size), (q.dtype,)),
+        ("output", call.output, ("T", heads, head_size), (call.output.dtype if quantised else q.dtype,)),
+        ("query_start_loc", call.query_start_loc, ("R+1",), int32),
+        ("seq_lens", call.seq_lens, ("R",), int32),
+        ("block_table", call.block_table, (call.seq_lens.shape[0], "W"), int32),
+        ("lse", call.lse, ("T", heads), f32),
+        ("alibi_slopes", call.alibi_slopes, (heads,), f32),
+        ("sinks", call.sinks, (heads,), (torch.float32, q.dtype)),
+    ):
+        _check_tensor(what, x, shape, dtypes, q)
+    if call.query_start_loc.shape[0] != call.seq_lens.shape[0] + 1:
+        _fail("length of query_start_loc", call.query_start_loc.shape[0], f"{call.seq_lens.shape[0]} + 1, one more than seq_lens")
+    _check_scale("k_scale", call.k_scale, kv_heads, q)
+    _check_scale("v_scale", call.v_scale, kv_heads, q)
+    for what in ("query", "key", "value", "kv_cache", "output"):
+        _check_contiguous_rows(what, getattr(call, what))
+
+
+def check_attention_tokens(call: AttentionCall) -> None:
+    """The part of the check that depends on the number of tokens."""
+    tokens = call.query.shape[0]
+    for what, x in (("output", call.output), ("key", call.key), ("value", call.value), ("lse", call.lse)):
+        if x is not None and x.shape[0] != tokens:
+            _fail(f"rows of {what}", x.shape[0], f"{tokens}, as query")
+
+
+def check_update(call: KVCacheUpdateCall, dims: KVCacheDims) -> None:
+    """Raises ValueError on anything about a cache write that no backend could serve."""
+    key, cache = call.key, call.kv_cache
+    row = ("T", dims.num_kv_heads, dims.head_size)
+    _check_no_grad(key, call.value)
+    _check_cache(cache, call.kv_cache_dtype, key.dtype)
+    _check_tensor("key", key, row, (key.dtype,), cache)
+    _check_tensor("value", call.value, row, (key.dtype,), cache)
+    _check_tensor("slot_mapping", call.slot_mapping, ("T",), (torch.int64,), cache)
+    _check_scale("k_scale", call.k_scale, dims.num_kv_heads, cache)
+    _check_scale("v_scale", call.v_scale, dims.num_kv_heads, cache)
+    if cache.dtype.itemsize > 1 and (call.k_scale is not None or call.v_scale is not None):
+        _fail("k_scale or v_scale", "given", f"None, since a cache of {cache.dtype} is not scaled")
+    for what in ("key", "value", "kv_cache"):
+        _check_contiguous_rows(what, getattr(call, what))
+
+
+def check_update_tokens(call: KVCacheUpdateCall) -> None:
+    """The part of the check that depends on the number of tokens."""
+    tokens = call.key.shape[0]
+    for what, x in (("value", call.value), ("slot_mapping", call.slot_mapping)):
+        if x.shape[0] != tokens:
+            _fail(f"rows of {what}", x.shape[0], f"{tokens}, as key")
+
+
+def check_block_table(call: AttentionCall, dims: KVCacheDims) -> None:
+    """Debug: every block that a request needs lies inside the cache. Waits for the device."""
+    lens = call.seq_lens.cpu().long()
+    table = call.block_table.cpu()
+    width = table.shape[1]
+    needed_R = (lens + dims.block_size - 1) // dims.block_size
+    if bool((needed_R > width).any()):
+        row = int((needed_R > width).nonzero()[0])
+        _fail(f"seq_lens[{row}]", int(lens[row]), f"at most {width * dims.block_size}, what block_table's width {width} holds")
+    used = torch.arange(width) < needed_R.unsqueeze(1)
+    wrong = used & ((table < 0) | (table >= dims.num_blocks))
+    if bool(wrong.any()):
+        row, column = (int(i) for i in wrong.nonzero()[0])
+        _fail(f"block_table[{row}, {column}]", int(table[row, column]), f"0 to {dims.num_blocks - 1}, the cache's blocks")
+
+
+def check_slots(call: KVCacheUpdateCall, dims: KVCacheDims) -> None:
+    """Debug: every slot lies inside the cache. Waits for the device."""
+    slots = call.slot_mapping.cpu()
+    limit = dims.num_blocks * dims.block_size
+    wrong = (slots < -1) | (slots >= limit)
+    if bool(wrong.any()):
+        token = int(wrong.nonzero()[0])
+        _fail(f"slot_mapping[{token}]", int(slots[token]), f"-1 (do not write) or 0 to {limit - 1}")

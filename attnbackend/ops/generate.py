@@ -1,0 +1,66 @@
+"""From a backend class to its ops: the author writes a class, nobody writes a signature twice."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import torch
+
+from attnbackend.backend import AttentionBackend
+from attnbackend.impl import AttentionImpl
+from attnbackend.ops.bind import check_attention_call, check_update_call, run_attention, run_update
+from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, OpRole, define_op
+
+__all__ = ["backend_op", "backend_op_names", "define_backend_ops"]
+
+_OPS: dict[str, tuple[str, OpRole, torch._ops.OpOverload]] = {}
+"""Op name -> (backend name, role, overload). An op outlives its registration: it looks its backend up by name."""
+
+
+def op_name(backend_name: str, role: OpRole) -> str:
+    """The op's name within the namespace, such as ``triton_attn_forward``."""
+    return f"{re.sub(r'[^0-9a-z]+', '_', backend_name.lower())}_{role.suffix}"
+
+
+def define_backend_ops(backend: type[AttentionBackend]) -> None:
+    """Defines the ops of a backend, those that exist already excepted.
+
+    Raises:
+        ValueError: another backend's name leads to the same op name.
+    """
+    if issubclass(backend.get_impl_cls(), AttentionImpl):
+        name = backend.get_name()
+        _define(name, ATTENTION, run_attention, check_attention_call)
+        if has_own_writer(backend):
+            _define(name, KV_CACHE_UPDATE, run_update, check_update_call)
+
+
+def has_own_writer(backend: type[AttentionBackend]) -> bool:
+    """Whether the backend writes its cache itself, and so has a ``kv_cache_update`` op of its own."""
+    method = getattr(backend.get_impl_cls(), "kv_cache_update", None)
+    return method is not None and method is not AttentionImpl.kv_cache_update
+
+
+def _define(backend_name: str, role: OpRole, run, check) -> None:  # type: ignore[no-untyped-def]
+    name = op_name(backend_name, role)
+    if name in _OPS:
+        if _OPS[name][0] != backend_name:
+            raise ValueError(
+                f"backends {_OPS[name][0]!r} and {backend_name!r} would share the op name {name!r}; "
+                "rename one of them"
+            )
+        return
+    op = define_op(name, role, partial(run, backend_name), partial(check, backend_name))
+    _OPS[name] = (backend_name, role, op)
+
+
+def backend_op(backend_name: str, role: OpRole) -> torch._ops.OpOverload | None:
+    """A backend's op for a role, or None where it has none of its own."""
+    entry = _OPS.get(op_name(backend_name, role))
+    return entry[2] if entry is not None and entry[0] == backend_name else None
+
+
+def backend_op_names() -> list[str]:
+    """Names of all generated ops, within the namespace."""
+    return sorted(_OPS)

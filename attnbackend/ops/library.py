@@ -1,0 +1,66 @@
+"""Registration with torch: one library, one way to define an op that writes its arguments.
+
+`Library.define` / `impl` cost a few microseconds a call where `torch.library.custom_op` costs tens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall, schema_of
+
+__all__ = ["ATTENTION", "KV_CACHE_UPDATE", "NAMESPACE", "OpRole", "define_op", "schemas_hash"]
+
+NAMESPACE = "attnbackend"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+@dataclass(frozen=True)
+class OpRole:
+    """What all ops that can stand in each other's place have in common: arguments and what is written."""
+
+    suffix: str
+    """Name of a backend's op after the backend's own, as in ``triton_attn_forward``."""
+    call: type
+    writes: tuple[str, ...]
+    keyword_from: str
+
+    @property
+    def schema(self) -> str:
+        return schema_of(self.call, writes=self.writes, keyword_from=self.keyword_from)
+
+
+ATTENTION = OpRole("forward", AttentionCall, ("output", "lse", "output_block_scale"), "scale")
+KV_CACHE_UPDATE = OpRole("kv_cache_update", KVCacheUpdateCall, ("kv_cache",), "k_scale")
+
+
+def define_op(
+    name: str, role: OpRole, run: Callable[[Any], None], check: Callable[[Any], object]
+) -> torch._ops.OpOverload:  # fmt: skip
+    """Defines ``attnbackend::name`` with the role's schema.
+
+    Args:
+        name: op name.
+        role: gives schema and argument class.
+        run: computes, given the bound arguments.
+        check: raises on what ``run`` would refuse; it is the whole fake, since the ops return nothing.
+    """
+    call = role.call
+    _LIBRARY.define(f"{name}{role.schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, lambda *args, **kwargs: run(call(*args, **kwargs)), "CompositeExplicitAutograd")
+
+    def fake(*args: Any, **kwargs: Any) -> None:
+        check(call(*args, **kwargs))
+
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def schemas_hash() -> str:
+    """Changes whenever the schema of any role does."""
+    return hashlib.sha256("".join(r.schema for r in (ATTENTION, KV_CACHE_UPDATE)).encode()).hexdigest()

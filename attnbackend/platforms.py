@@ -1,0 +1,63 @@
+"""Which backends a device tries, in which order.
+
+Source of the orders: facts of vLLM 0.25.1's platforms; the CPU order is the project's own, see docs/design.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Platform", "backend_priorities", "current_platform"]
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The device that a selection is for."""
+
+    device_type: str
+    """torch's device type: "cuda" (also for ROCm), "xpu", "cpu"."""
+    compute_capability: tuple[int, int] | None
+    """(major, minor) on NVIDIA; None elsewhere."""
+    is_rocm: bool = False
+
+
+def current_platform(device_type: str) -> Platform:
+    """What this process sees of a device type."""
+    is_rocm = torch.version.hip is not None
+    capability = None
+    if device_type == "cuda" and not is_rocm and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+    return Platform(device_type, capability, is_rocm)
+
+
+_CUDA = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT", "TORCH_SDPA")
+_CUDA_SM100 = ("FLASHINFER", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT", "TORCH_SDPA")
+_ROCM = ("ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "TRITON_ATTN", "TURBOQUANT", "TORCH_SDPA")
+_XPU = ("FLASH_ATTN", "TRITON_ATTN", "TURBOQUANT", "TORCH_SDPA")
+_CPU = ("CPU_ATTN", "TORCH_SDPA", "FLEX_ATTENTION")
+_MLA_CUDA = (
+    "FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "TRITON_MLA", "FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE",
+)  # fmt: skip
+_MLA_SM100 = (
+    "FLASHINFER_MLA", "TOKENSPEED_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA",
+    "FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE",
+)  # fmt: skip
+_MLA_SM120 = ("TRITON_MLA", "FLASHINFER_MLA_SPARSE_SM120")
+_MLA_ROCM = ("ROCM_AITER_MLA", "TRITON_MLA", "ROCM_AITER_TRITON_MLA", "ROCM_AITER_MLA_SPARSE")
+_MLA_XPU = ("TRITON_MLA", "XPU_MLA_SPARSE")
+
+
+def backend_priorities(platform: Platform, *, use_mla: bool) -> tuple[str, ...]:
+    """Names in the order in which automatic selection tries them; the first that can serve wins."""
+    if platform.device_type == "cpu":
+        return () if use_mla else _CPU
+    if platform.device_type == "xpu":
+        return _MLA_XPU if use_mla else _XPU
+    if platform.is_rocm:
+        return _MLA_ROCM if use_mla else _ROCM
+    major = platform.compute_capability[0] if platform.compute_capability else 0
+    if use_mla:
+        return {10: _MLA_SM100, 12: _MLA_SM120}.get(major, _MLA_CUDA)
+    return _CUDA_SM100 if major == 10 else _CUDA

@@ -1,0 +1,129 @@
+"""Persistent host and device buffers, with one copy a step between them.
+
+Shape suffixes: R requests, T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntArray = npt.NDArray[Any]
+
+_ALIGNMENT = 64
+"""Bytes; at least the 16 that kernels vectorise on."""
+
+
+def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on the host, pinned when they are copied to a CUDA device."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def device_twin(host: Tensor, device: torch.device) -> Tensor:
+    """A buffer of zeros on the device; the host buffer itself when that is the device."""
+    return host if device.type == "cpu" else torch.zeros_like(host, device=device)
+
+
+class StepBuffers:
+    """The arrays that are written anew at every step, packed so that one copy uploads them all.
+
+    Fields `input_ids_T`, `positions_T`, `slot_mapping_T`, `logits_indices_R` (int64) and
+    `query_start_loc_R`, `seq_lens_R` (int32, the former one longer) are NumPy views of the host
+    side; `device` has the tensors by the names of `PreparedBatch`.
+
+    Args:
+        max_reqs: rows.
+        max_tokens: tokens.
+        device: where the model runs; with a CPU both sides are the same memory.
+    """
+
+    def __init__(self, max_reqs: int, max_tokens: int, device: torch.device) -> None:
+        sizes = {
+            "input_ids": (max_tokens, torch.int64),
+            "positions": (max_tokens, torch.int64),
+            "slot_mapping": (max_tokens, torch.int64),
+            "logits_indices": (max_reqs, torch.int64),
+            "query_start_loc": (max_reqs + 1, torch.int32),
+            "seq_lens": (max_reqs, torch.int32),
+        }
+        num_bytes = sum(_padded_bytes(size, dtype) for size, dtype in sizes.values())
+        self._packed_host = host_zeros((num_bytes,), torch.uint8, device)
+        self._packed_device = device_twin(self._packed_host, device)
+        self.host = _views(self._packed_host, sizes)
+        self.device = _views(self._packed_device, sizes)
+        self.input_ids_T: IntArray = self.host["input_ids"].numpy()
+        self.positions_T: IntArray = self.host["positions"].numpy()
+        self.slot_mapping_T: IntArray = self.host["slot_mapping"].numpy()
+        self.logits_indices_R: IntArray = self.host["logits_indices"].numpy()
+        self.query_start_loc_R: IntArray = self.host["query_start_loc"].numpy()
+        self.seq_lens_R: IntArray = self.host["seq_lens"].numpy()
+
+    def upload(self) -> None:
+        """Start the copy to the device; the host side must not change before it is done."""
+        if self._packed_device is not self._packed_host:
+            self._packed_device.copy_(self._packed_host, non_blocking=True)
+
+
+def _padded_bytes(size: int, dtype: torch.dtype) -> int:
+    return -(-size * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _views(packed: Tensor, sizes: dict[str, tuple[int, torch.dtype]]) -> dict[str, Tensor]:
+    views, start = {}, 0
+    for name, (size, dtype) in sizes.items():
+        views[name] = packed[start : start + size * dtype.itemsize].view(dtype)
+        start += _padded_bytes(size, dtype)
+    return views
+
+
+class BlockTableBuffer:
+    """The block table of the batch, kept from step to step; only rows that changed are copied.
+
+    Args:
+        max_reqs: rows.
+        width: blocks a row.
+        device: as for `StepBuffers`.
+    """
+
+    def __init__(self, max_reqs: int, width: int, device: torch.device) -> None:
+        self.host = host_zeros((max_reqs, width), torch.int32, device)
+        self.device = device_twin(self.host, device)
+        self.rows: IntArray = self.host.numpy()
+        self._homes: IntArray = np.full(max_reqs, -1, dtype=np.int64)
+        self._num_rows = 0
+
+    def invalidate(self) -> None:
+        """Forget what the rows hold: the next `update` rewrites and uploads all of them."""
+        self._homes[:] = -1
+        self._num_rows = len(self.rows)
+
+    def update(self, table: IntArray, homes_R: IntArray, appended: list[tuple[int, int]]) -> None:
+        """Make row i equal `table[homes_R[i]]`, all further rows zero, and upload what changed.
+
+        Args:
+            table: int32 [*, W], a row for each request, zero past its blocks.
+            homes_R: for each row of the batch, its row in `table`.
+            appended: (row, first column) of rows whose table entries changed from that column on.
+        """
+        num_rows = len(homes_R)
+        moved = np.flatnonzero(self._homes[:num_rows] != homes_R).tolist()
+        for row, first_column in appended:
+            self.rows[row, first_column:] = table[homes_R[row], first_column:]
+        for row in moved:
+            self.rows[row] = table[homes_R[row]]
+        self.rows[num_rows : self._num_rows] = 0
+        changed = moved + [row for row, _ in appended] + [*range(num_rows, self._num_rows)]
+        self._homes[:num_rows] = homes_R
+        self._homes[num_rows : self._num_rows] = -1
+        self._num_rows = num_rows
+        self._upload(changed)
+
+    def _upload(self, changed: list[int]) -> None:
+        if not changed or self.device is self.host:
+            return
+        first, last = min(changed), max(changed)
+        self.device[first : last + 1].copy_(self.host[first : last + 1], non_blocking=True)

@@ -1,0 +1,63 @@
+"""What a model runner gets for one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedBatch:
+    """One step's batch: persistent device buffers of the largest size, and counts on the host.
+
+    The device tensors are the same objects at the same addresses at every step; rows and tokens
+    beyond the counts are padding. `max_tokens`, `max_reqs` and W are the limits that the
+    `InputBatch` was built with. The `_cpu` tensors belong to this step alone and stay as they are.
+    """
+
+    input_ids: Tensor
+    """int64 [max_tokens]; 0 past num_tokens."""
+    positions: Tensor
+    """int64 [max_tokens], position of each token in its request; 0 past num_tokens."""
+    slot_mapping: Tensor
+    """int64 [max_tokens], block * block_size + offset; -1 past num_tokens."""
+    logits_indices: Tensor
+    """int64 [max_reqs], token whose logits are needed, one for each of `sampled_rows`; 0 after."""
+    query_start_loc: Tensor
+    """int32 [max_reqs+1], first token of each request; num_tokens past num_reqs."""
+    seq_lens: Tensor
+    """int32 [max_reqs], context and query tokens; 0 past num_reqs."""
+    block_table: Tensor
+    """int32 [max_reqs, W]; 0 past a request's blocks and past num_reqs."""
+    query_start_loc_cpu: Tensor
+    """int32 [max_reqs+1] on the CPU, equal to query_start_loc."""
+    seq_lens_cpu: Tensor
+    """int32 [max_reqs] on the CPU, equal to seq_lens."""
+    is_prefilling_cpu: Tensor
+    """bool [max_reqs] on the CPU: the row computes more than its newest generated token, or
+    belongs to a request whose prompt is not finished before this step; False past num_reqs."""
+    num_reqs: int
+    """Requests in the batch, decodes first."""
+    num_decodes: int
+    """Leading requests that compute one token with all before it in the cache."""
+    num_tokens: int
+    """Tokens in the batch."""
+    max_query_len: int
+    """Most tokens of one request in this step."""
+    max_seq_len: int
+    """Largest of seq_lens."""
+    sampled_rows: tuple[int, ...]
+    """Rows that need a sampled token, ascending: the rows of the logits, in this order."""
+    request_ids: tuple[str, ...]
+    """The request of each row."""
+
+    @property
+    def num_sampled(self) -> int:
+        """How many rows of logits the step needs; 0 when all requests are inside their prompt."""
+        return len(self.sampled_rows)
+
+    @property
+    def is_pure_decode(self) -> bool:
+        """Every request has finished its prompt and computes one token."""
+        return self.num_decodes == self.num_reqs

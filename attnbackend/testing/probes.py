@@ -1,0 +1,80 @@
+"""Inputs made so that a feature decides the answer.
+
+With unit-normal data many faults move the output less than rounding does: attention over a thousand
+keys averages them away. Each probe plants the one thing that a wrong kernel would see differently.
+
+Shape suffixes: N query tokens of one request, L keys of one request, H query heads, K key/value
+heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attnbackend.testing.cases import AttentionCase
+
+__all__ = ["SequenceData", "apply_probe"]
+
+EDGE_LOGIT = 12.0
+"""Logit of the planted keys: exp(12) = 160,000 outweighs the rest of any window under test."""
+EDGE_VALUE = 4.0
+"""Value of the planted keys, well outside unit-normal averages and exact in every format."""
+
+
+@dataclass(frozen=True)
+class SequenceData:
+    """One request before it is put in pages, float32 on the CPU."""
+
+    q_NHD: Tensor
+    k_LKD: Tensor
+    v_LKD: Tensor
+
+
+def apply_probe(case: AttentionCase, sequence: SequenceData) -> None:
+    """Change ``sequence`` in place as ``case.probe`` says; nothing for None.
+
+    Raises:
+        ValueError: ``window_edge`` under a soft-cap that would flatten its logits.
+    """
+    if case.probe == "value_is_head":
+        _value_is_head(sequence)
+    elif case.probe == "soft_cap":
+        # q.k * scale is unit-normal before this: afterwards logits lie around and beyond the cap.
+        sequence.q_NHD.mul_(case.logits_soft_cap)
+    elif case.probe == "window_edge":
+        _window_edge(case, sequence)
+
+
+def _value_is_head(sequence: SequenceData) -> None:
+    """Every value of key/value head h is h: the output of a query head names what it read."""
+    for head in range(sequence.v_LKD.shape[1]):
+        sequence.v_LKD[:, head] = float(head)
+
+
+def _window_edge(case: AttentionCase, sequence: SequenceData) -> None:
+    """Both sides of the left edge of the newest token's window hold keys that match its query.
+
+    The right answer is close to +EDGE_VALUE, the value of the oldest key inside. A window one too
+    wide halves the way to -EDGE_VALUE, the value just outside; one too narrow loses both keys.
+    Other tokens of the request keep their unit-normal data.
+    """
+    if 0 < case.logits_soft_cap < EDGE_LOGIT:
+        raise ValueError(
+            f'probe="window_edge" plants logits of {EDGE_LOGIT}, which logits_soft_cap='
+            f"{case.logits_soft_cap} would flatten; use 0 or at least {EDGE_LOGIT}"
+        )
+    length, query_len = sequence.k_LKD.shape[0], sequence.q_NHD.shape[0]
+    assert case.sliding_window is not None
+    outside = length - 1 - case.sliding_window
+    if query_len == 0 or outside < 0:
+        return
+    group = case.num_heads // case.num_kv_heads
+    for head in range(case.num_kv_heads):
+        probe_D = sequence.q_NHD[-1, head * group].clone()
+        sequence.q_NHD[-1, head * group : (head + 1) * group] = probe_D
+        matching_D = probe_D * (EDGE_LOGIT / (case.softmax_scale * float(probe_D @ probe_D)))
+        sequence.k_LKD[outside : outside + 2, head] = matching_D
+        sequence.v_LKD[outside, head] = -EDGE_VALUE
+        sequence.v_LKD[outside + 1, head] = EDGE_VALUE
