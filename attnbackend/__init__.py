@@ -1,0 +1,64 @@
+"""attnbackend: the torch.compile registration layer for attention backends.
+
+Everything public is importable from here, lazily: ``import attnbackend`` imports nothing beyond torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "backend": ("AttentionBackend", "KVCacheDims"),
+    "compile": ("compile", "compile_layers"),
+    "config": ("Config", "get_config", "set_config"),
+    "explain": ("explain",),
+    "forward_context": ("ForwardContext", "get_forward_context", "set_forward_context"),
+    "impl": ("AttentionImpl", "AttentionParams", "MLAAttentionImpl", "OptionalTensors"),
+    "kv_cache": (
+        "AttentionSpec", "CrossAttentionSpec", "FullAttentionSpec", "KVCacheSpec", "MLAAttentionSpec",
+        "MambaSpec", "SlidingWindowSpec", "allocate_kv_cache", "allocate_kv_caches", "kv_cache_geometry",
+        "resolve_kv_sharing",
+    ),
+    "metadata": ("AttentionMetadata", "AttentionMetadataBuilder", "BatchLimits", "CommonAttentionMetadata"),
+    "ops": ("attention", "kv_cache_update", "merge_attn_states"),
+    "registry": (
+        "AttentionBackendEnum", "MambaAttentionBackendEnum", "backend_names", "clear_override",
+        "register_backend", "registry_scope", "resolve_backend",
+    ),
+    "runtime": ("Engine", "RequestOutput", "SamplingParams"),
+    "selector": ("AttentionSelectorConfig", "Selection", "get_attn_backend", "select_backend"),
+    "types": ("AttentionCGSupport", "AttentionType", "KVCacheLayout", "LSEBase", "MultipleOf", "Reason"),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+
+__all__ = ["__version__", *_MODULE_OF]
+
+if TYPE_CHECKING:
+    from attnbackend.backend import *
+    from attnbackend.compile import *
+    from attnbackend.config import *
+    from attnbackend.explain import *
+    from attnbackend.forward_context import *
+    from attnbackend.impl import *
+    from attnbackend.kv_cache import *
+    from attnbackend.metadata import *
+    from attnbackend.ops import *
+    from attnbackend.registry import *
+    from attnbackend.runtime import *
+    from attnbackend.selector import *
+    from attnbackend.types import *
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

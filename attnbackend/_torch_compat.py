@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
+import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-__all__ = ["FakeTensor", "FUNCTIONALIZED", "outside_fake_mode"]
+__all__ = [
+    "FUNCTIONALIZED",
+    "FakeTensor",
+    "add_cache_key",
+    "cache_key",
+    "compiler_backend",
+    "inductor_graph_pass",
+    "outside_fake_mode",
+    "reset_compiler",
+]
 
 FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
 """Wrappers that AOTAutograd and export put around an op that writes its arguments."""
@@ -16,3 +28,50 @@ FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
 def outside_fake_mode() -> AbstractContextManager[object]:
     """Real tensors inside the ``with`` block, also while a model is being traced."""
     return unset_fake_temporarily()
+
+
+def add_cache_key(tag: str) -> None:
+    """Makes every compile cache of this process depend on ``tag`` from now on."""
+    import torch.compiler.config as config
+
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag};{tag}"
+
+
+def cache_key(tag: str) -> AbstractContextManager[object]:
+    """Makes the compile caches depend on ``tag`` inside the ``with`` block."""
+    import torch.compiler.config as config
+
+    return config.patch(cache_key_tag=f"{config.cache_key_tag};{tag}")  # type: ignore[attr-defined]
+
+
+def compiler_backend(name: str, options: dict[str, Any] | None) -> Callable[[Any, Any], Any]:
+    """The function behind a ``torch.compile`` backend name; ``options`` are Inductor's."""
+    if name == "inductor":
+        from torch._inductor.compile_fx import compile_fx
+
+        return lambda gm, inputs: compile_fx(gm, inputs, config_patches=options)
+    if options:
+        raise ValueError(f"options={options} are Inductor's; the compiler is {name!r}, which takes none")
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
+
+
+def inductor_graph_pass(run: Callable[[torch.fx.GraphModule], Any], uuid: Callable[[], str]) -> Any:
+    """``run`` in the form of Inductor's custom graph passes, keyed in its caches by ``uuid``."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class GraphPass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            run(graph.owning_module)
+
+        def uuid(self) -> str:
+            return uuid()
+
+    return GraphPass()
+
+
+def reset_compiler() -> None:
+    """Forgets everything compiled in this process."""
+    torch._dynamo.reset()

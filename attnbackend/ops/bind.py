@@ -26,7 +26,7 @@ from attnbackend.registry import registry_generation, resolve_backend
 from attnbackend.selector import AttentionSelectorConfig, backend_reasons, select_backend
 from attnbackend.types import AttentionType, LSEBase
 
-__all__ = ["check_attention_call", "check_update_call", "run_attention", "run_update", "selector_config"]
+__all__ = ["attention_config", "check_attention_call", "check_update_call", "run_attention", "run_update", "update_config"]
 
 _CACHE_LIMIT = 4096
 _LN_2 = math.log(2.0)
@@ -89,8 +89,9 @@ def _backend_dims(backend: type[AttentionBackend], kv_cache: Tensor, kv_cache_dt
     return KVCacheDims(dims.num_blocks, *(int(n) for n in dims[1:]))
 
 
-def selector_config(call: AttentionCall, dims: KVCacheDims) -> AttentionSelectorConfig:
-    """What a call asks of a backend."""
+def attention_config(call: AttentionCall, dims: KVCacheDims | None = None) -> AttentionSelectorConfig:
+    """What a call asks of a backend; ``dims`` None: of a standard cache."""
+    dims = dims or _standard_dims(call.kv_cache)
     return AttentionSelectorConfig.dense(
         device_type=call.query.device.type, head_size=dims.head_size,
         num_heads=int(call.query.shape[1]), num_kv_heads=dims.num_kv_heads,
@@ -105,8 +106,9 @@ def selector_config(call: AttentionCall, dims: KVCacheDims) -> AttentionSelector
     )  # fmt: skip
 
 
-def _update_config(call: KVCacheUpdateCall, dims: KVCacheDims) -> AttentionSelectorConfig:
+def update_config(call: KVCacheUpdateCall, dims: KVCacheDims | None = None) -> AttentionSelectorConfig:
     """What a write asks of a backend: as a plain layer over the same cache."""
+    dims = dims or _standard_dims(call.kv_cache)
     return AttentionSelectorConfig.dense(
         device_type=call.key.device.type, head_size=dims.head_size, num_heads=dims.num_kv_heads,
         num_kv_heads=dims.num_kv_heads, dtype=call.key.dtype, kv_cache_dtype=call.kv_cache_dtype,
@@ -151,14 +153,14 @@ def check_attention_call(name: str | None, call: AttentionCall) -> tuple[type[At
     """Everything that running the call would refuse, without running it; ``name`` None: agnostic."""
     checks.check_attention(call, _dims_to_check(name, call.kv_cache, call.kv_cache_dtype))
     checks.check_attention_tokens(call)
-    return _resolve(name, call.kv_cache, call.kv_cache_dtype, lambda dims: selector_config(call, dims))
+    return _resolve(name, call.kv_cache, call.kv_cache_dtype, lambda dims: attention_config(call, dims))
 
 
 def check_update_call(name: str | None, call: KVCacheUpdateCall) -> tuple[type[AttentionBackend], KVCacheDims]:
     """As `check_attention_call`, for a cache write."""
     checks.check_update(call, _dims_to_check(name, call.kv_cache, call.kv_cache_dtype))
     checks.check_update_tokens(call)
-    return _resolve(name, call.kv_cache, call.kv_cache_dtype, lambda dims: _update_config(call, dims))
+    return _resolve(name, call.kv_cache, call.kv_cache_dtype, lambda dims: update_config(call, dims))
 
 
 def _params(call: AttentionCall, dims: KVCacheDims) -> AttentionParams:

@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from attnbackend._torch_compat import add_cache_key
+from attnbackend.ops import calls, checks
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall, schema_of
 
-__all__ = ["ATTENTION", "KV_CACHE_UPDATE", "NAMESPACE", "OpRole", "define_op", "schemas_hash"]
+__all__ = ["ATTENTION", "KV_CACHE_UPDATE", "NAMESPACE", "OpRole", "define_op", "ops_fingerprint"]
 
 NAMESPACE = "attnbackend"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -61,6 +64,13 @@ def define_op(
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def schemas_hash() -> str:
-    """Changes whenever the schema of any role does."""
-    return hashlib.sha256("".join(r.schema for r in (ATTENTION, KV_CACHE_UPDATE)).encode()).hexdigest()
+def ops_fingerprint() -> str:
+    """Changes whenever a role's schema, or the source of what the fakes check, does."""
+    schemas = [role.schema for role in (ATTENTION, KV_CACHE_UPDATE)]
+    sources = [inspect.getsource(module) for module in (calls, checks)]
+    return hashlib.sha256("".join(schemas + sources).encode()).hexdigest()
+
+
+# Inductor's on-disk caches know an op by its name alone: without this, code compiled for an older schema
+# would be served, silently wrong.
+add_cache_key(f"attnbackend-ops:{ops_fingerprint()}")

@@ -18,6 +18,7 @@ from attnbackend.testing.batches import (
     yardstick_attention,
 )
 from attnbackend.testing.cases import AttentionCase
+from attnbackend.testing.judgement import assert_attention_within_rule
 from attnbackend.testing.reference import plain_torch_attention, reference_attention
 from attnbackend.testing.reference_cache import reference_kv_cache_update, store_in_format
 from attnbackend.testing.reference_merge import reference_merge_states
@@ -35,6 +36,7 @@ __all__ = [
     "LedgerVerdict",
     "PagedBatch",
     "RuleReport",
+    "assert_attention_within_rule",
     "assert_within_rule",
     "audit_op",
     "expected_attention",

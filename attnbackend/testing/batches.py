@@ -9,6 +9,7 @@ Shape suffixes: T tokens, R rows, H query heads, K key/value heads, D head size.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,7 +224,7 @@ def _token_tensors(
     scales: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """query, key and value of all new tokens, NaN on padding, views of one buffer if strided."""
-    widths = (case.num_heads, case.num_kv_heads, case.num_kv_heads)
+    widths = [case.num_heads, case.num_kv_heads, case.num_kv_heads]
     fused = torch.full((case.num_tokens, sum(widths), case.head_size), torch.nan, dtype=case.dtype)
     query, key, value = torch.split(fused, widths, dim=1)
     start = 0
@@ -282,7 +283,12 @@ def _alibi_slopes(case: AttentionCase) -> Tensor | None:
 
 
 def _sinks(case: AttentionCase, generator: torch.Generator) -> Tensor | None:
-    return torch.randn(case.num_heads, generator=generator) if case.use_sinks else None
+    """About as heavy as the keys of an average request together; lighter ones change no output."""
+    if not case.use_sinks:
+        return None
+    keys = sum(case.seq_lens) / max(len(case.seq_lens), 1)
+    keys = max(1.0, keys if case.sliding_window is None else min(keys, case.sliding_window))
+    return torch.randn(case.num_heads, generator=generator) + math.log(keys)
 
 
 def _scale_tensor(scale: float | tuple[float, ...] | None) -> Tensor | None:

@@ -21,15 +21,15 @@ static inline float float_of(uint32_t b) { float x; std::memcpy(&x, &b, 4); retu
 template <class V, class T>
 static inline V load_raw(const T* p) { V x; std::memcpy(&x, p, sizeof x); return x; }
 
-// Half bits in 32-bit lanes -> float. Subnormals are renormalised by an exact subtraction.
-static inline vf half_to_float(vu h) {
+// Half bits -> float. Where there is no instruction for it, subnormals are renormalised by an exact
+// subtraction.
+static inline vf half_to_float(vu16 bits) {
 #if defined(__AVX512F__)
-  const vu16 narrow = __builtin_convertvector(h, vu16);
-  return reinterpret_cast<vf>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(narrow)));
+  return reinterpret_cast<vf>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(bits)));
 #elif defined(__F16C__) && defined(__AVX__)
-  const vu16 narrow = __builtin_convertvector(h, vu16);
-  return reinterpret_cast<vf>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(narrow)));
+  return reinterpret_cast<vf>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(bits)));
 #else
+  const vu h = __builtin_convertvector(bits, vu);
   const vu body = (h & 0x7fffu) << 13, exponent = body & 0x0f800000u;
   const vu normal = body + (112u << 23);
   const vf tiny = as_float(normal + (1u << 23)) - float_of(113u << 23);
@@ -45,31 +45,29 @@ static inline vf load_as_float(const typename C::raw* p);
 template <>
 inline vf load_as_float<F32>(const float* p) { return load(p); }
 template <>
-inline vf load_as_float<F16>(const uint16_t* p) {
-#if defined(__AVX512F__)
-  return reinterpret_cast<vf>(_mm512_cvtph_ps(load_raw<__m256i>(p)));
-#elif defined(__F16C__) && defined(__AVX__)
-  return reinterpret_cast<vf>(_mm256_cvtph_ps(load_raw<__m128i>(p)));
-#else
-  return half_to_float(__builtin_convertvector(load_raw<vu16>(p), vu));
-#endif
-}
+inline vf load_as_float<F16>(const uint16_t* p) { return half_to_float(load_raw<vu16>(p)); }
 template <>
 inline vf load_as_float<BF16>(const uint16_t* p) {
   return as_float(__builtin_convertvector(load_raw<vu16>(p), vu) << 16);
 }
+static inline vu16 load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__) && defined(__AVX2__)
+  return reinterpret_cast<vu16>(_mm256_cvtepu8_epi16(load_raw<__m128i>(p)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return reinterpret_cast<vu16>(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  return __builtin_convertvector(load_raw<vu8>(p), vu16);
+#endif
+}
 // E5M2 is the upper byte of a half.
 template <>
-inline vf load_as_float<E5M2F>(const uint8_t* p) {
-  return half_to_float(__builtin_convertvector(load_raw<vu8>(p), vu) << 8);
-}
+inline vf load_as_float<E5M2F>(const uint8_t* p) { return half_to_float(load_bytes(p) << 8); }
 // E4M3FN shifted into a half has an exponent 8 too small; 0x7f is the only NaN.
 template <>
 inline vf load_as_float<E4M3>(const uint8_t* p) {
-  const vu b = __builtin_convertvector(load_raw<vu8>(p), vu);
-  const vu body = b & 0x7fu, sign = (b & 0x80u) << 8;
-  const vu half = body == 0x7fu ? vu{} + 0x7e00u : (body << 7);
-  return half_to_float(half | sign) * 256.0f;
+  const vu16 b = load_bytes(p), body = b & 0x7f, sign = (b & 0x80) << 8;
+  const vu16 nan = reinterpret_cast<vu16>(body == 0x7f) & 0x7e00;
+  return half_to_float((body << 7) | nan | sign) * 256.0f;
 }
 
 // Like load_as_float, for the last n < VW elements; the other lanes are 0.

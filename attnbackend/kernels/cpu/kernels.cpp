@@ -107,10 +107,12 @@ static void scale_and_clamp(float* x, int64_t n, const float* scale, int64_t dty
   }
 }
 
+constexpr int MAX_ROW = 1024;
+
 static void write_rows(const char* source, int64_t source_head, char* target, int64_t target_head,
                        const float* scale, int64_t scale_step, int64_t n, const WriteArgs& w) {
   const int64_t from = element_size(w.source_dtype), to = element_size(w.cache_dtype);
-  float row[4096];
+  float row[MAX_ROW];
   for (int64_t h = 0; h < w.kv_heads; ++h) {
     const char* s = source + h * source_head * from;
     char* t = target + h * target_head * to;

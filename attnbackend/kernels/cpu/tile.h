@@ -10,6 +10,7 @@ constexpr int PANEL = 3;            // vectors of rows held in registers by the 
 constexpr int NARROW_ROWS = VW / 2; // up to so many rows the narrow layout is the faster one
 constexpr int WIDE_ROWS = 2 * PANEL * VW;
 constexpr int NARROW_VECTORS = VW == 16 ? 4 : 2;
+constexpr int NARROW_KEYS = VW == 16 ? 4 : 2;
 
 struct RowInfo {  // per query row, padded to whole vectors
   int32_t low[WIDE_ROWS], high[WIDE_ROWS], position[WIDE_ROWS];  // visible keys: [low, high)
@@ -30,25 +31,39 @@ static inline vf finite_or_zero(vf maximum) {
 
 // ---- narrow -------------------------------------------------------------------------------------
 
+// sums[r][j] = lane-wise products of q[r] and k[j], for NARROW_KEYS keys at a time, so that a query
+// vector is loaded once for all of them.
+template <class C, int R>
+static inline void narrow_products(const float* q, int64_t q_row,
+                                   const typename C::raw* const* keys, int d, float* sums) {
+  constexpr int J = NARROW_KEYS;
+  vf acc[R][J] = {};
+  const int whole = d / VW * VW;
+  for (int i = 0; i < d; i += VW) {
+    vf x[J];
+#pragma GCC unroll 4
+    for (int j = 0; j < J; ++j)
+      x[j] = i < whole ? load_as_float<C>(keys[j] + i) : load_tail<C>(keys[j] + i, d - i);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const vf y = load(q + r * q_row + i);
+#pragma GCC unroll 4
+      for (int j = 0; j < J; ++j) acc[r][j] += x[j] * y;
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < J; ++j) store(sums + (r * VW + j) * VW, acc[r][j]);
+}
+
 // scores[r][j] = q[r] . k[j]; keys[] is padded to a multiple of VW with readable rows.
 template <class C, int R>
 static void narrow_scores(const float* q, int64_t q_row, const typename C::raw* const* keys,
                           int count, int d, float* scores, float* sums) {
   for (int j0 = 0; j0 < count; j0 += VW) {
-    for (int j = 0; j < VW; ++j) {
-      const typename C::raw* k = keys[j0 + j];
-      vf acc[R] = {};
-      int i = 0;
-      for (; i + VW <= d; i += VW) {
-        const vf x = load_as_float<C>(k + i);
-        for (int r = 0; r < R; ++r) acc[r] += x * load(q + r * q_row + i);
-      }
-      if (i < d) {
-        const vf x = load_tail<C>(k + i, d - i);
-        for (int r = 0; r < R; ++r) acc[r] += x * load(q + r * q_row + i);
-      }
-      for (int r = 0; r < R; ++r) store(sums + (r * VW + j) * VW, acc[r]);
-    }
+    for (int j = 0; j < VW; j += NARROW_KEYS)
+      narrow_products<C, R>(q, q_row, keys + j0 + j, d, sums + j * VW);
     for (int r = 0; r < R; ++r) store(scores + r * KT + j0, sum_each(sums + r * VW * VW));
   }
 }
@@ -98,8 +113,11 @@ static inline void narrow_values_chunk(const typename C::raw* const* values, int
     for (int n = 0; n < N; ++n) sum[r][n] = load(acc + r * width + n * VW);
   for (int j = 0; j < count; ++j) {
     vf x[N];
+#pragma GCC unroll 4
     for (int n = 0; n < N; ++n) x[n] = load_as_float<C>(values[j] + at + n * VW);
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
       for (int n = 0; n < N; ++n) sum[r][n] += x[n] * p[r * KT + j];
   }
   for (int r = 0; r < R; ++r)

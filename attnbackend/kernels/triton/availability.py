@@ -42,7 +42,5 @@ def _cpu_problem() -> str | None:
     if INTERPRETED:
         return None
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return (
-            "TRITON_INTERPRET=1 was set after the Triton kernels had been imported; set it before"
-        )
+        return "TRITON_INTERPRET=1 was set too late: set it before triton is imported"
     return "Triton compiles no CPU code; TRITON_INTERPRET=1 in the environment runs it interpreted"

@@ -5,8 +5,6 @@ Legend: T tokens, Hk kv heads, D and Dv head sizes, B cache blocks, S block size
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,14 +20,14 @@ TILE_ELEMENTS = 2048
 
 @triton.jit
 def copy_heads(
-    source_ptr: Any,
-    target_ptr: Any,
-    source_head: Any,
-    target_head: Any,
-    scale_ptr: Any,
-    scale_head: Any,
-    limit: Any,
-    num_heads: Any,
+    source_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    source_head: tl.tensor,
+    target_head: tl.tensor,
+    scale_ptr: tl.tensor,
+    scale_head: tl.tensor,
+    limit: tl.tensor,
+    num_heads: tl.tensor,
     WIDTH: tl.constexpr,
     PAD: tl.constexpr,
     SOURCE_FMT: tl.constexpr,
@@ -45,7 +43,7 @@ def copy_heads(
     mask = (head < num_heads)[:, None] & (column < WIDTH)[None, :]
     source = source_ptr + (head64 * source_head)[:, None] + column[None, :]
     target = target_ptr + (head64 * target_head)[:, None] + column[None, :]
-    value = tl.load(source, mask=mask, other=0)
+    value = tl.load(source, mask=mask, other=0.0)
     if not COPY:
         value = decode(value, SOURCE_FMT).to(tl.float32)
         if scale_ptr is not None:
@@ -64,28 +62,28 @@ def copy_heads(
     do_not_specialize_on_alignment=["slot_ptr", "k_scale_ptr", "v_scale_ptr"],
 )
 def cache_write_kernel(
-    key_ptr: Any,
-    value_ptr: Any,
-    k_ptr: Any,
-    v_ptr: Any,
-    slot_ptr: Any,
-    k_scale_ptr: Any,
-    v_scale_ptr: Any,
-    key_token: Any,
-    key_head: Any,
-    value_token: Any,
-    value_head: Any,
-    k_block: Any,
-    k_slot: Any,
-    k_head: Any,
-    v_block: Any,
-    v_slot: Any,
-    v_head: Any,
-    k_scale_head: Any,
-    v_scale_head: Any,
-    k_limit: Any,
-    v_limit: Any,
-    num_heads: Any,
+    key_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    slot_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
+    key_token: tl.tensor,
+    key_head: tl.tensor,
+    value_token: tl.tensor,
+    value_head: tl.tensor,
+    k_block: tl.tensor,
+    k_slot: tl.tensor,
+    k_head: tl.tensor,
+    v_block: tl.tensor,
+    v_slot: tl.tensor,
+    v_head: tl.tensor,
+    k_scale_head: tl.tensor,
+    v_scale_head: tl.tensor,
+    k_limit: tl.tensor,
+    v_limit: tl.tensor,
+    num_heads: tl.tensor,
     S: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,

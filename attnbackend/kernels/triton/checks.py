@@ -52,7 +52,7 @@ def attention_shape(
         if tensor.dim() != dim:
             fail(where, f"{name}.shape", tuple(tensor.shape), f"{dim} dimensions")
     tokens, heads, size = query.shape
-    blocks, block_size, kv_heads, key_size = key_cache.shape
+    _, block_size, kv_heads, key_size = key_cache.shape
     _check_caches(where, key_cache, value_cache, block_size)
     if key_size != size:
         fail(where, "head size of key_cache", key_size, f"that of query, {size}")

@@ -9,7 +9,6 @@ it (compute capability below 8.9).
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -69,7 +68,7 @@ def product_dtype(query: torch.dtype, key: torch.dtype, value: torch.dtype) -> t
 
 
 @triton.jit
-def decode(x: Any, FMT: tl.constexpr) -> Any:
+def decode(x: tl.tensor, FMT: tl.constexpr) -> tl.tensor:
     """Stored values as floating point: unchanged where native, else exactly converted."""
     if FMT == "bf16":
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -86,7 +85,7 @@ def decode(x: Any, FMT: tl.constexpr) -> Any:
 
 
 @triton.jit
-def encode(x: Any, DTYPE: tl.constexpr, FMT: tl.constexpr) -> Any:
+def encode(x: tl.tensor, DTYPE: tl.constexpr, FMT: tl.constexpr) -> tl.tensor:
     """float32 values in a stored format, rounded to nearest even, as torch's `.to` does.
 
     DTYPE is the element type of the destination pointer. float8 formats do not saturate here:
@@ -105,7 +104,7 @@ def encode(x: Any, DTYPE: tl.constexpr, FMT: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _encode_float8(x: Any, MANTISSA: tl.constexpr, BIAS: tl.constexpr) -> Any:
+def _encode_float8(x: tl.tensor, MANTISSA: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
     DROP: tl.constexpr = 23 - MANTISSA
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80

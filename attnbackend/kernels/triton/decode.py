@@ -10,8 +10,6 @@ blocks, S block size, W table width, M rows of a tile (heads), N keys of a step.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -38,14 +36,18 @@ MERGE_STEP = 16
 
 
 @triton.jit
-def split_size(num_keys: Any, num_splits: Any, MIN_KEYS: tl.constexpr, N: tl.constexpr) -> Any:
+def split_size(
+    num_keys: tl.tensor, num_splits: tl.tensor, MIN_KEYS: tl.constexpr, N: tl.constexpr
+) -> tl.tensor:
     """Keys of one split: whole steps, and not so few that merging costs more than it saves."""
     size = tl.maximum((num_keys + num_splits - 1) // num_splits, MIN_KEYS)
     return (size + N - 1) // N * N
 
 
 @triton.jit
-def first_step(seq_len: Any, window: Any, HAS_WINDOW: tl.constexpr, N: tl.constexpr) -> Any:
+def first_step(
+    seq_len: tl.tensor, window: tl.tensor, HAS_WINDOW: tl.constexpr, N: tl.constexpr
+) -> tl.tensor:
     """Where the keys that the last token sees begin, in whole steps."""
     begin = seq_len * 0
     if HAS_WINDOW:
@@ -68,40 +70,40 @@ def first_step(seq_len: Any, window: Any, HAS_WINDOW: tl.constexpr, N: tl.conste
     ],
 )
 def decode_kernel(
-    q_ptr: Any,
-    k_ptr: Any,
-    v_ptr: Any,
-    out_ptr: Any,
-    lse_ptr: Any,
-    starts_ptr: Any,
-    seq_lens_ptr: Any,
-    table_ptr: Any,
-    alibi_ptr: Any,
-    sink_ptr: Any,
-    k_scale_ptr: Any,
-    v_scale_ptr: Any,
-    scale: Any,
-    soft_cap: Any,
-    window: Any,
-    q_token: Any,
-    q_head: Any,
-    k_block: Any,
-    k_slot: Any,
-    k_head: Any,
-    v_block: Any,
-    v_slot: Any,
-    v_head: Any,
-    out_token: Any,
-    out_head: Any,
-    lse_token: Any,
-    lse_head: Any,
-    table_row: Any,
-    k_scale_head: Any,
-    v_scale_head: Any,
-    num_tokens: Any,
-    num_rows: Any,
-    num_splits: Any,
-    partial_ptr: Any,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    alibi_ptr: tl.tensor,
+    sink_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
+    scale: tl.tensor,
+    soft_cap: tl.tensor,
+    window: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    k_block: tl.tensor,
+    k_slot: tl.tensor,
+    k_head: tl.tensor,
+    v_block: tl.tensor,
+    v_slot: tl.tensor,
+    v_head: tl.tensor,
+    out_token: tl.tensor,
+    out_head: tl.tensor,
+    lse_token: tl.tensor,
+    lse_head: tl.tensor,
+    table_row: tl.tensor,
+    k_scale_head: tl.tensor,
+    v_scale_head: tl.tensor,
+    num_tokens: tl.tensor,
+    num_rows: tl.tensor,
+    num_splits: tl.tensor,
+    partial_ptr: tl.tensor,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -136,7 +138,7 @@ def decode_kernel(
     keep = (lane < HEADS) & (head < GROUP)
     head += kv_head * GROUP
     head64 = head.to(tl.int64)
-    if partial_ptr is None:
+    if partial_ptr is None:  # noqa: SIM102
         # T <= R, so among the rows there is one for each token past the last row's.
         if (row >= tl.load(starts_ptr + num_rows)) & (row < num_tokens):
             token64 = row.to(tl.int64)
@@ -201,19 +203,19 @@ def decode_kernel(
     do_not_specialize_on_alignment=["lse_ptr", "starts_ptr", "seq_lens_ptr", "partial_ptr"],
 )
 def merge_splits_kernel(
-    partial_ptr: Any,
-    out_ptr: Any,
-    lse_ptr: Any,
-    starts_ptr: Any,
-    seq_lens_ptr: Any,
-    out_token: Any,
-    out_head: Any,
-    lse_token: Any,
-    lse_head: Any,
-    window: Any,
-    num_tokens: Any,
-    num_rows: Any,
-    num_splits: Any,
+    partial_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    out_token: tl.tensor,
+    out_head: tl.tensor,
+    lse_token: tl.tensor,
+    lse_head: tl.tensor,
+    window: tl.tensor,
+    num_tokens: tl.tensor,
+    num_rows: tl.tensor,
+    num_splits: tl.tensor,
     HAS_WINDOW: tl.constexpr,
     OUT_FMT: tl.constexpr,
     DV: tl.constexpr,

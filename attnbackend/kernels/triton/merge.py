@@ -5,8 +5,6 @@ Legend: T tokens, H heads, Dv head size of values.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -20,28 +18,28 @@ WHERE = "merge_attention_states"
 
 @triton.jit(do_not_specialize=["num_heads"])
 def merge_states_kernel(
-    a_ptr: Any,
-    b_ptr: Any,
-    out_ptr: Any,
-    lse_a_ptr: Any,
-    lse_b_ptr: Any,
-    lse_ptr: Any,
-    a_token: Any,
-    a_head: Any,
-    a_dim: Any,
-    b_token: Any,
-    b_head: Any,
-    b_dim: Any,
-    out_token: Any,
-    out_head: Any,
-    out_dim: Any,
-    lse_a_token: Any,
-    lse_a_head: Any,
-    lse_b_token: Any,
-    lse_b_head: Any,
-    lse_token: Any,
-    lse_head: Any,
-    num_heads: Any,
+    a_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_a_ptr: tl.tensor,
+    lse_b_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    a_token: tl.tensor,
+    a_head: tl.tensor,
+    a_dim: tl.tensor,
+    b_token: tl.tensor,
+    b_head: tl.tensor,
+    b_dim: tl.tensor,
+    out_token: tl.tensor,
+    out_head: tl.tensor,
+    out_dim: tl.tensor,
+    lse_a_token: tl.tensor,
+    lse_a_head: tl.tensor,
+    lse_b_token: tl.tensor,
+    lse_b_head: tl.tensor,
+    lse_token: tl.tensor,
+    lse_head: tl.tensor,
+    num_heads: tl.tensor,
     A_FMT: tl.constexpr,
     B_FMT: tl.constexpr,
     OUT_FMT: tl.constexpr,
@@ -56,8 +54,8 @@ def merge_states_kernel(
     mask = keep[:, None] & (column < DV)[None, :]
     a_ptrs = a_ptr + token * a_token + (head * a_head)[:, None] + (column * a_dim)[None, :]
     b_ptrs = b_ptr + token * b_token + (head * b_head)[:, None] + (column * b_dim)[None, :]
-    a = decode(tl.load(a_ptrs, mask=mask, other=0), A_FMT).to(tl.float32)
-    b = decode(tl.load(b_ptrs, mask=mask, other=0), B_FMT).to(tl.float32)
+    a = decode(tl.load(a_ptrs, mask=mask, other=0.0), A_FMT).to(tl.float32)
+    b = decode(tl.load(b_ptrs, mask=mask, other=0.0), B_FMT).to(tl.float32)
     empty = float("-inf")
     lse_a = tl.load(lse_a_ptr + token * lse_a_token + head * lse_a_head, mask=keep, other=empty)
     lse_b = tl.load(lse_b_ptr + token * lse_b_token + head * lse_b_head, mask=keep, other=empty)

@@ -10,8 +10,6 @@ blocks, S block size, W table width, M rows of a tile, N keys of a step.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -31,7 +29,9 @@ from .tile import (
 
 
 @triton.jit
-def find_row(starts_ptr: Any, tile: Any, num_rows: Any, Q: tl.constexpr) -> Any:
+def find_row(
+    starts_ptr: tl.tensor, tile: tl.tensor, num_rows: tl.tensor, Q: tl.constexpr
+) -> tl.tensor:
     """The row that a tile belongs to; `num_rows` for tokens past the last row.
 
     Row i owns the tiles from starts[i] // Q + i: at least as many as its tokens need. Those
@@ -49,15 +49,15 @@ def find_row(starts_ptr: Any, tile: Any, num_rows: Any, Q: tl.constexpr) -> Any:
 
 @triton.jit
 def key_ranges(
-    context: Any,
-    first: Any,
-    last: Any,
-    seq_len: Any,
-    window: Any,
+    context: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    seq_len: tl.tensor,
+    window: tl.tensor,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     N: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Keys [begin, end) that a tile sees, and [full_begin, full_end) that all its rows see.
 
     The tile's tokens are `first` to `last` of their request, at positions `context` + token.
@@ -92,38 +92,38 @@ def key_ranges(
     ],
 )
 def paged_attention_kernel(
-    q_ptr: Any,
-    k_ptr: Any,
-    v_ptr: Any,
-    out_ptr: Any,
-    lse_ptr: Any,
-    starts_ptr: Any,
-    seq_lens_ptr: Any,
-    table_ptr: Any,
-    alibi_ptr: Any,
-    sink_ptr: Any,
-    k_scale_ptr: Any,
-    v_scale_ptr: Any,
-    scale: Any,
-    soft_cap: Any,
-    window: Any,
-    q_token: Any,
-    q_head: Any,
-    k_block: Any,
-    k_slot: Any,
-    k_head: Any,
-    v_block: Any,
-    v_slot: Any,
-    v_head: Any,
-    out_token: Any,
-    out_head: Any,
-    lse_token: Any,
-    lse_head: Any,
-    table_row: Any,
-    k_scale_head: Any,
-    v_scale_head: Any,
-    num_tokens: Any,
-    num_rows: Any,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    alibi_ptr: tl.tensor,
+    sink_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
+    scale: tl.tensor,
+    soft_cap: tl.tensor,
+    window: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    k_block: tl.tensor,
+    k_slot: tl.tensor,
+    k_head: tl.tensor,
+    v_block: tl.tensor,
+    v_slot: tl.tensor,
+    v_head: tl.tensor,
+    out_token: tl.tensor,
+    out_head: tl.tensor,
+    lse_token: tl.tensor,
+    lse_head: tl.tensor,
+    table_row: tl.tensor,
+    k_scale_head: tl.tensor,
+    v_scale_head: tl.tensor,
+    num_tokens: tl.tensor,
+    num_rows: tl.tensor,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,

@@ -9,8 +9,6 @@ V, padded to powers of two in D_PAD and DV_PAD.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -21,7 +19,7 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def tanh(x: Any) -> Any:
+def tanh(x: tl.tensor) -> tl.tensor:
     """Hyperbolic tangent to 3 ulp of float32: the interpreter has no libdevice.
 
     Below 0.625 an odd polynomial, a Chebyshev least-squares fit of (tanh(x)/x - 1)/x^2 in x^2;
@@ -38,39 +36,42 @@ def tanh(x: Any) -> Any:
 
 
 @triton.jit
-def start_state(sink_ptr: Any, heads: Any, keep: Any, SINK_FMT: tl.constexpr) -> Any:
+def start_state(
+    sink_ptr: tl.tensor, heads: tl.tensor, keep: tl.tensor, SINK_FMT: tl.constexpr
+) -> tl.tensor:
     """Softmax state before any key: (row_max, row_sum), counting the sink where there is one."""
     if sink_ptr is None:
         row_max = tl.full(keep.shape, float("-inf"), tl.float32)
         row_sum = tl.full(keep.shape, 0.0, tl.float32)
     else:
-        sink = decode(tl.load(sink_ptr + heads, mask=keep, other=0), SINK_FMT).to(tl.float32)
+        sink = decode(tl.load(sink_ptr + heads, mask=keep, other=0.0), SINK_FMT).to(tl.float32)
         row_max = tl.where(keep, sink * LOG2_E, float("-inf"))
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     return row_max, row_sum
 
 
 @triton.jit
-def natural_lse(row_max: Any, row_sum: Any) -> Any:
+def natural_lse(row_max: tl.tensor, row_sum: tl.tensor) -> tl.tensor:
     """Natural log-sum-exp of a state, -inf for an empty one."""
     log2_sum = tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))
     return tl.where(row_sum == 0.0, float("-inf"), (row_max + log2_sum) * LN_2)
 
 
 @triton.jit
-def head_scale(scale_ptr: Any, kv_head: Any, stride: Any) -> Any:
+def head_scale(scale_ptr: tl.tensor, kv_head: tl.tensor, stride: tl.tensor) -> tl.tensor:
     """Dequantisation scale of a kv head, 1 where there is none."""
-    if scale_ptr is None:
-        scale = 1.0
-    else:
-        scale = tl.load(scale_ptr + kv_head * stride)
-    return scale
+    return 1.0 if scale_ptr is None else tl.load(scale_ptr + kv_head * stride)
 
 
 @triton.jit
 def load_rows(
-    ptr: Any, offsets: Any, keep: Any, WIDTH: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr
-) -> Any:
+    ptr: tl.tensor,
+    offsets: tl.tensor,
+    keep: tl.tensor,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
     """[N, PAD] rows at 64-bit `offsets`; zeros in the padding and, if MASKED, where not `keep`.
 
     Zeros, not whatever lies there: beyond the sequence memory may hold NaN, and 0 * NaN is NaN.
@@ -78,11 +79,11 @@ def load_rows(
     columns = tl.arange(0, PAD)
     ptrs = ptr + offsets[:, None] + columns[None, :]
     if MASKED and WIDTH != PAD:
-        rows = tl.load(ptrs, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0)
+        rows = tl.load(ptrs, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
     elif MASKED:
-        rows = tl.load(ptrs, mask=keep[:, None], other=0)
+        rows = tl.load(ptrs, mask=keep[:, None], other=0.0)
     elif WIDTH != PAD:
-        rows = tl.load(ptrs, mask=(columns < WIDTH)[None, :], other=0)
+        rows = tl.load(ptrs, mask=(columns < WIDTH)[None, :], other=0.0)
     else:
         rows = tl.load(ptrs)
     return rows
@@ -90,37 +91,28 @@ def load_rows(
 
 @triton.jit
 def find_pages(
-    table_ptr: Any, start: Any, keep: Any, S: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr
-) -> Any:
-    """(block id, slot in the block) of N keys from `start`, in 64 bits.
-
-    The block id is one scalar where a whole step lies inside a block.
-    """
-    steps = tl.arange(0, N)
+    table_ptr: tl.tensor, start: tl.tensor, end_key: tl.tensor, S: tl.constexpr, N: tl.constexpr
+) -> tl.tensor:
+    """Block ids of N keys from `start`: one scalar where a whole step lies inside a block."""
     if S % N == 0:
-        page = tl.load(table_ptr + start // S)
-        slot = start % S + steps
+        page = tl.load(table_ptr + start // S, mask=start < end_key, other=0)
     else:
-        position = start + steps
-        if MASKED:
-            page = tl.load(table_ptr + position // S, mask=keep, other=0)
-        else:
-            page = tl.load(table_ptr + position // S)
-        slot = position % S
-    return page.to(tl.int64), slot.to(tl.int64)
+        key = start + tl.arange(0, N)
+        page = tl.load(table_ptr + key // S, mask=key < end_key, other=0)
+    return page
 
 
 @triton.jit
 def scores(
-    product: Any,
-    position: Any,
-    key: Any,
-    scale: Any,
-    soft_cap: Any,
-    slope: Any,
+    product: tl.tensor,
+    position: tl.tensor,
+    key: tl.tensor,
+    scale: tl.tensor,
+    soft_cap: tl.tensor,
+    slope: tl.tensor,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Base-2 scores of q.k products [M, N]: scale, then soft-cap, then alibi."""
     if HAS_CAP:
         result = tanh(product * (scale / soft_cap)) * (soft_cap * LOG2_E)
@@ -134,13 +126,13 @@ def scores(
 
 @triton.jit
 def visible(
-    position: Any,
-    key: Any,
-    keep: Any,
-    window: Any,
+    position: tl.tensor,
+    key: tl.tensor,
+    keep: tl.tensor,
+    window: tl.tensor,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """[M, N] mask of the keys that each row sees, among those in `keep`."""
     mask = keep[None, :]
     if CAUSAL:
@@ -152,26 +144,26 @@ def visible(
 
 @triton.jit
 def attend(
-    acc: Any,
-    row_max: Any,
-    row_sum: Any,
-    q: Any,
-    position: Any,
-    slope: Any,
-    k_ptr: Any,
-    v_ptr: Any,
-    table_ptr: Any,
-    start: Any,
-    stop: Any,
-    first_key: Any,
-    end_key: Any,
-    scale: Any,
-    soft_cap: Any,
-    window: Any,
-    k_block: Any,
-    k_slot: Any,
-    v_block: Any,
-    v_slot: Any,
+    acc: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    q: tl.tensor,
+    position: tl.tensor,
+    slope: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    first_key: tl.tensor,
+    end_key: tl.tensor,
+    scale: tl.tensor,
+    soft_cap: tl.tensor,
+    window: tl.tensor,
+    k_block: tl.tensor,
+    k_slot: tl.tensor,
+    v_block: tl.tensor,
+    v_slot: tl.tensor,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -186,7 +178,7 @@ def attend(
     K_FMT: tl.constexpr,
     V_FMT: tl.constexpr,
     DOT: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Softmax state after the steps of N keys from `start` (a multiple of N) to `stop`.
 
     MASKED steps load only keys in [first_key, end_key) and mask each row's own range; the
@@ -194,25 +186,27 @@ def attend(
     the tile's kv head.
     """
     steps = tl.arange(0, N)
+    # Block ids are read one step ahead. Read in the same step they would be a second level of
+    # indirection, which halves the tiles of K and V that the compiler keeps in flight.
+    page = find_pages(table_ptr, start, end_key, S, N)
     for begin in range(start, stop, N):
         key = begin + steps
         keep = (key >= first_key) & (key < end_key)
-        page, slot = find_pages(table_ptr, begin, keep, S, N, MASKED)
-        k = load_rows(k_ptr, page * k_block + slot * k_slot, keep, D, D_PAD, MASKED)
+        block = page.to(tl.int64)
+        page = find_pages(table_ptr, begin + N, end_key, S, N)
+        slot = (key % S).to(tl.int64)
+        k = load_rows(k_ptr, block * k_block + slot * k_slot, keep, D, D_PAD, MASKED)
         product = tl.dot(q, tl.trans(decode(k, K_FMT).to(DOT)), input_precision="ieee")
         score = scores(product, position, key, scale, soft_cap, slope, HAS_CAP, HAS_ALIBI)
         if MASKED:
             mask = visible(position, key, keep, window, CAUSAL, HAS_WINDOW)
             score = tl.where(mask, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1))
-        if MASKED:
-            # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0.
-            pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
-        else:
-            pivot = new_max
+        # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0.
+        pivot = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
         weight = tl.exp2(score - pivot[:, None])
         shrink = tl.exp2(row_max - pivot)
-        v = load_rows(v_ptr, page * v_block + slot * v_slot, keep, DV, DV_PAD, MASKED)
+        v = load_rows(v_ptr, block * v_block + slot * v_slot, keep, DV, DV_PAD, MASKED)
         acc = tl.dot(
             weight.to(DOT),
             decode(v, V_FMT).to(DOT),
@@ -226,28 +220,28 @@ def attend(
 
 @triton.jit
 def load_query(
-    q_ptr: Any,
-    offsets: Any,
-    keep: Any,
+    q_ptr: tl.tensor,
+    offsets: tl.tensor,
+    keep: tl.tensor,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     Q_FMT: tl.constexpr,
     DOT: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """[M, D_PAD] queries in the product's dtype, zeros in rows that are not `keep`."""
     return decode(load_rows(q_ptr, offsets, keep, D, D_PAD, True), Q_FMT).to(DOT)
 
 
 @triton.jit
 def store_rows(
-    ptr: Any,
-    offsets: Any,
-    rows: Any,
-    keep: Any,
+    ptr: tl.tensor,
+    offsets: tl.tensor,
+    rows: tl.tensor,
+    keep: tl.tensor,
     WIDTH: tl.constexpr,
     PAD: tl.constexpr,
     FMT: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Write float32 rows [M, PAD] at 64-bit `offsets` in the destination's format."""
     columns = tl.arange(0, PAD)
     ptrs = ptr + offsets[:, None] + columns[None, :]
@@ -256,6 +250,6 @@ def store_rows(
 
 
 @triton.jit
-def normalise(acc: Any, row_sum: Any) -> Any:
+def normalise(acc: tl.tensor, row_sum: tl.tensor) -> tl.tensor:
     """Weighted mean of the values; zeros for a row that saw no key."""
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]

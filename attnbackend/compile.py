@@ -1,0 +1,80 @@
+"""`attnbackend.compile`: ``torch.compile`` with attnbackend's passes in front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.fx import GraphModule
+
+from attnbackend._torch_compat import cache_key, compiler_backend
+from attnbackend.fx_passes import GraphPass, PassManager, SelectBackend
+from attnbackend.fx_passes.select_backend import BackendChoice
+
+__all__ = ["CompilerWithPasses", "compile", "compile_layers"]
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+class CompilerWithPasses:
+    """A ``torch.compile`` backend: runs passes on Dynamo's graph, then hands it to another backend."""
+
+    def __init__(self, manager: PassManager, compiler: str, options: dict[str, Any] | None) -> None:
+        self.manager = manager
+        self.num_graphs = 0
+        self._inner = compiler_backend(compiler, options)
+
+    def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.manager.run(graph_module)
+        self.num_graphs += 1
+        with cache_key(f"attnbackend-passes:{self.manager.uuid()}"):
+            return self._inner(graph_module, example_inputs)
+
+
+def make_compiler(
+    backend: BackendChoice = None, *, compiler: str = "inductor", passes: Sequence[GraphPass] | None = None,
+    options: dict[str, Any] | None = None,
+) -> CompilerWithPasses:  # fmt: skip
+    """The ``torch.compile`` backend that `compile` uses; see there for the arguments."""
+    manager = PassManager([SelectBackend(backend)] if passes is None else passes)
+    return CompilerWithPasses(manager, compiler, options)
+
+
+def compile(
+    model: C, *, backend: BackendChoice = None, compiler: str = "inductor",
+    passes: Sequence[GraphPass] | None = None, options: dict[str, Any] | None = None, **kwargs: Any,
+) -> C:  # fmt: skip
+    """``torch.compile(model)`` with the selected backend's ops in the graph instead of agnostic ones.
+
+    Args:
+        model: a module or function.
+        backend: an attention backend's name, or a function from a node's `AttentionSelectorConfig` to a
+            name, or None for the automatic choice.
+        compiler: the ``torch.compile`` backend that comes after the passes: "inductor", "aot_eager", ...
+        passes: the passes to run, in order; None: `SelectBackend` alone.
+        options: Inductor's options.
+        kwargs: ``fullgraph``, ``dynamic``, ... of ``torch.compile``.
+
+    Returns:
+        The compiled model. Its attribute ``attnbackend_compiler`` tells what was done:
+        ``print(compiled.attnbackend_compiler.manager)``.
+    """
+    own = make_compiler(backend, compiler=compiler, passes=passes, options=options)
+    compiled: Any = torch.compile(model, backend=own, **kwargs)
+    compiled.attnbackend_compiler = own
+    return compiled
+
+
+def compile_layers(
+    layers: Sequence[torch.nn.Module], *, backend: BackendChoice = None, compiler: str = "inductor",
+    passes: Sequence[GraphPass] | None = None, options: dict[str, Any] | None = None, **kwargs: Any,
+) -> CompilerWithPasses:  # fmt: skip
+    """Compiles each layer by itself, in place; equal layers share one compilation.
+
+    Arguments as in `compile`. Returns the compiler, which tells what was done.
+    """
+    own = make_compiler(backend, compiler=compiler, passes=passes, options=options)
+    for layer in layers:
+        layer.compile(backend=own, **kwargs)
+    return own

@@ -1,0 +1,93 @@
+"""`SelectBackend`: the selected backend's own ops in the place of the agnostic ones, node by node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+from torch.fx import GraphModule, Node
+
+from attnbackend.fx_passes.base import Change, GraphPass, PassReport
+from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
+from attnbackend.ops.agnostic import attention, kv_cache_update
+from attnbackend.ops.bind import attention_config, update_config
+from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
+from attnbackend.ops.generate import backend_op
+from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, OpRole
+from attnbackend.selector import AttentionSelectorConfig, Selection, select_backend
+
+__all__ = ["BackendChoice", "SelectBackend"]
+
+BackendChoice = str | Callable[[AttentionSelectorConfig], str | None] | None
+"""A name for every node, a function that names one (or None: automatic) for each node, or None."""
+
+
+class SelectBackend(GraphPass):
+    """Swaps ``attention`` and ``kv_cache_update`` for the ops of the backend that serves each node.
+
+    A cache write follows the attention that reads the same cache, and stays agnostic where the backend has
+    no writer of its own. Since all ops of a role share one schema, only the node's target changes.
+    """
+
+    name = "select_backend"
+
+    def __init__(self, backend: BackendChoice = None) -> None:
+        self.backend = backend
+
+    def run(self, graph_module: GraphModule) -> PassReport:
+        found = list(find_ops(graph_module.graph))
+        readers = {op.node: self._select_reader(op) for op in found if op.op is attention}
+        changes = [_swap(op, readers[op.node], ATTENTION) for op in found if op.op is attention]
+        for op in found:
+            if op.op is kv_cache_update:
+                selection = _reader_of(op, readers) or self._select_writer(op)
+                changes.append(_swap(op, selection, KV_CACHE_UPDATE))
+        if changes:
+            graph_module.recompile()
+        return PassReport(self.name, tuple(change for change in changes if change))
+
+    def _select_reader(self, op: OpNode) -> Selection:
+        call = AttentionCall(**{name: tensor_of(a) for name, a in op.arguments().items()})
+        return self._select(attention_config(call))
+
+    def _select_writer(self, op: OpNode) -> Selection:
+        call = KVCacheUpdateCall(**{name: tensor_of(a) for name, a in op.arguments().items()})
+        return self._select(update_config(call))
+
+    def _select(self, config: AttentionSelectorConfig) -> Selection:
+        named = self.backend(config) if callable(self.backend) else self.backend
+        return select_backend(config, backend=named)
+
+
+def _swap(op: OpNode, selection: Selection, role: OpRole) -> Change | None:
+    own = backend_op(selection.name, role)
+    if own is None:
+        return None
+    before = op.op.name()
+    op.set_op(own)
+    op.node.meta["attnbackend"] = selection
+    return Change(op.node.name, before, own.name(), selection.because)
+
+
+def _reader_of(update: OpNode, readers: dict[Node, Selection]) -> Selection | None:
+    """The backend of an attention that reads the cache which ``update`` writes."""
+    cache = update.arguments()["kv_cache"]
+    start = [update.node] if update.is_wrapped else [cache]
+    seen: set[Node] = set()
+    while start:
+        node = start.pop()
+        for user in node.users:
+            if user in readers:
+                return readers[user]
+            if user not in seen and _passes_cache_on(user):
+                seen.add(user)
+                start.append(user)
+    return None
+
+
+def _passes_cache_on(node: Node) -> bool:
+    """Whether a node hands on the memory of its first argument: an element of a tuple, or a view."""
+    if node.target is operator.getitem:
+        return True
+    tags = getattr(node.target, "_schema", None)
+    return tags is not None and any(r.alias_info is not None for r in tags.returns)

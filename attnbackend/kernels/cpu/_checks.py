@@ -1,0 +1,134 @@
+"""Checks of the kernels' arguments: each says what, where, the value and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOAT_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+CACHE_CODES = FLOAT_CODES | {torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
+# Bounds the row buffer of the cache writer (kernels.cpp, MAX_ROW).
+MAX_HEAD_SIZE = 1024
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def dtype_code(name: str, tensor: Tensor, codes: dict[torch.dtype, int]) -> int:
+    """The number by which the kernels know the tensor's dtype."""
+    code = codes.get(tensor.dtype)
+    if code is None:
+        raise ValueError(f"{name}.dtype is {tensor.dtype}; allowed: {_names(list(codes))}")
+    return code
+
+
+def require_cpu(**tensors: Tensor) -> None:
+    """Every tensor is on the CPU."""
+    for name, tensor in tensors.items():
+        if not tensor.is_cpu:
+            raise ValueError(f"{name} is on {tensor.device}; the C++ kernels take CPU tensors")
+
+
+def require_rank(name: str, tensor: Tensor, meaning: str) -> None:
+    """The tensor has as many dimensions as `meaning` names, e.g. "[T, H, D]"."""
+    if tensor.dim() != meaning.count(",") + 1:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {meaning}")
+
+
+def require_shape(name: str, tensor: Tensor, expected: tuple[int, ...], meaning: str) -> None:
+    """The tensor has exactly this shape."""
+    if tensor.shape != expected:
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)}; expected {meaning} = {list(expected)}"
+        )
+
+
+def require_last_stride(name: str, tensor: Tensor, strides: tuple[int, ...]) -> None:
+    """The last dimension is contiguous; the others may have any stride."""
+    if strides[-1] != 1 and tensor.shape[-1] > 1:
+        raise ValueError(
+            f"{name} has strides {list(strides)}; the last must be 1 (call .contiguous())"
+        )
+
+
+def require_vector(name: str, tensor: Tensor, dtype: torch.dtype, length: int) -> None:
+    """A contiguous CPU vector of this dtype and length."""
+    if tensor.dtype != dtype or tensor.shape != (length,):
+        raise ValueError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} [{length}]"
+        )
+    if not (tensor.is_cpu and tensor.is_contiguous()):
+        raise ValueError(
+            f"{name} is on {tensor.device} with strides {list(tensor.stride())}; "
+            "expected a contiguous CPU tensor"
+        )
+
+
+def scale_step(name: str, scale: Tensor, kv_heads: int) -> int:
+    """0 when one scale serves all heads, 1 when there is one a head."""
+    count = scale.numel()
+    if scale.dtype != torch.float32 or count not in (1, kv_heads):
+        raise ValueError(
+            f"{name} is {scale.dtype} with {count} elements; expected float32 with 1 or "
+            f"{kv_heads} (one a kv head)"
+        )
+    if not (scale.is_cpu and scale.is_contiguous()):
+        raise ValueError(f"{name} must be a contiguous CPU tensor, not on {scale.device}")
+    return 0 if count == 1 else 1
+
+
+def float_vector(name: str, tensor: Tensor, length: int) -> Tensor:
+    """A float vector of any precision as contiguous float32."""
+    if not tensor.dtype.is_floating_point or tensor.shape != (length,) or not tensor.is_cpu:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; "
+            f"expected a CPU float tensor [{length}]"
+        )
+    return tensor.to(torch.float32).contiguous()
+
+
+def require_heads(heads: int, kv_heads: int, head_size: int, value_size: int) -> None:
+    """Query heads divide into kv heads, and head sizes are in range."""
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"query has {heads} heads and the cache {kv_heads}: query heads must be a multiple "
+            "of kv heads"
+        )
+    if not (1 <= head_size <= MAX_HEAD_SIZE and 1 <= value_size <= MAX_HEAD_SIZE):
+        raise ValueError(
+            f"head size {head_size} and value head size {value_size}: allowed 1..{MAX_HEAD_SIZE}"
+        )
+
+
+def require_rules(scale: float, sliding_window: int | None, logits_soft_cap: float) -> None:
+    """The numbers that shape the scores are in range."""
+    if scale != scale:
+        raise ValueError("scale is NaN; usually 1 / sqrt(head size)")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(
+            f"sliding_window is {sliding_window}; it counts the token itself, so it is at least 1, "
+            "or None for no window"
+        )
+    if not 0 <= logits_soft_cap < float("inf"):
+        raise ValueError(f"logits_soft_cap is {logits_soft_cap}; allowed: finite, 0 for none")
+
+
+def refusal_message(
+    code: int, a: int, b: int, c: int, *, limits: dict[str, int]
+) -> str:
+    """The message for what the C++ side refused (RefusalCode in args.h)."""
+    messages = {
+        1: f"query_start_loc must start at 0 and not decrease: row {a} runs from {c} to {b}",
+        2: f"query_start_loc ends rows at {a}, but query has {limits.get('tokens')} tokens",
+        3: f"seq_lens[{a}] is {b}; allowed: 0 or more",
+        4: f"seq_lens[{a}] is {b}, more than the {limits.get('capacity')} tokens that a row of "
+        "block_table can hold (width * block_size)",
+        5: f"block_table[{a}, {b}] is {c}, not a block of the cache; allowed: 0 to "
+        f"{limits.get('blocks', 0) - 1}",
+        6: f"slot_mapping[{a}] is {b}; allowed: negative (not written) or 0 to "
+        f"{limits.get('slots', 0) - 1}",
+    }
+    return messages[code]

@@ -1,0 +1,83 @@
+"""The engine that people with a model use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from attnbackend.runtime.detokenizer import Tokenizer
+from attnbackend.runtime.engine_core import EngineCore
+
+
+class Engine(EngineCore):
+    """Generates text with a model over a paged KV cache; requests are batched as they come.
+
+    `generate` runs prompts to their end; `add_request`, `step` and `abort` make a serving loop.
+
+    Args:
+        model: the model, as `attnbackend.runtime.model_runner.build_runner` takes it.
+        tokenizer: a transformers tokenizer; None works on token ids alone.
+        backend: name of the attention backend; None selects one.
+        block_size: tokens a cache block.
+        num_blocks: blocks of the cache, block 0 reserved; None takes what memory allows.
+        max_num_seqs: most requests running at a time.
+        max_num_batched_tokens: most tokens a step; longer prompts are computed in chunks.
+        max_model_len: most tokens of a request, prompt and generated; None takes the model's.
+        kv_cache_dtype: "auto" for the model's dtype, or the name of another.
+        compile: compile the model.
+        cudagraph_mode: how CUDA graphs are used; None takes what the backend allows.
+
+    Raises:
+        ValueError: a value that the model, the backend or the device cannot serve.
+        TypeError: an unknown keyword argument.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer | None = None,
+        *,
+        backend: str | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        kv_cache_dtype: str = "auto",
+        compile: bool = True,
+        cudagraph_mode: Any = None,
+    ) -> None:
+        from attnbackend.runtime.model_runner import build_runner
+
+        runner = build_runner(
+            model,
+            backend=backend,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            kv_cache_dtype=kv_cache_dtype,
+            compile=compile,
+            cudagraph_mode=cudagraph_mode,
+        )
+        super().__init__(
+            runner,
+            tokenizer,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            eos_token_ids=_known_eos_ids(model, tokenizer),
+        )
+
+
+def _known_eos_ids(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Ids that the model's generation config, else its config, and the tokenizer name as final."""
+    config = getattr(model, "generation_config", None) or getattr(model, "config", None)
+    return _ids(config).union(_ids(tokenizer))
+
+
+def _ids(owner: Any) -> frozenset[int]:
+    found: int | Iterable[int] | None = getattr(owner, "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset((found,) if isinstance(found, int) else found)

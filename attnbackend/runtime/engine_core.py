@@ -1,0 +1,312 @@
+"""The serving loop over any model runner."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from attnbackend.runtime.admission import AdmissionRules, Prompt
+from attnbackend.runtime.block_allocator import BlockAllocator
+from attnbackend.runtime.detokenizer import IncrementalDetokenizer, Tokenizer
+from attnbackend.runtime.input_batch import InputBatch
+from attnbackend.runtime.model_runner_protocol import ModelRunner
+from attnbackend.runtime.prepared_batch import PreparedBatch
+from attnbackend.runtime.request import Request, RequestOutput, StepOutput
+from attnbackend.runtime.request_progress import RequestProgress
+from attnbackend.runtime.sampler import Draw, sample_tokens
+from attnbackend.runtime.sampling_params import SamplingParams
+from attnbackend.runtime.scheduler import ScheduledRequest, Scheduler
+from attnbackend.runtime.text_stream import TextStream
+
+ParamsForPrompts = SamplingParams | Sequence[SamplingParams] | None
+
+
+class EngineCore:
+    """Continuous batching over a `ModelRunner`. Not thread-safe.
+
+    What a request generates depends on its prompt, parameters and seed alone as far as the
+    runner's logits do: neither other requests nor preemption change it.
+
+    When the runner raises, the exception leaves `step` and no request has advanced: calling
+    `step` again repeats the batch, and every request can be aborted.
+
+    Args:
+        runner: runs the model and owns the KV cache.
+        tokenizer: a transformers tokenizer (`encode`, `decode`); None works on token ids alone.
+        max_num_seqs: most requests running at a time.
+        max_num_batched_tokens: most tokens a step; longer prompts are computed in chunks.
+        eos_token_ids: ids that end a request; None takes the tokenizer's `eos_token_id`.
+
+    Raises:
+        ValueError: a limit below 1, or an end-of-sequence id outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        eos_token_ids: Iterable[int] | None = None,
+    ) -> None:
+        _require_positive("max_num_seqs", max_num_seqs)
+        _require_positive("max_num_batched_tokens", max_num_batched_tokens)
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.eos_token_ids = _eos_ids(eos_token_ids, tokenizer, runner.vocab_size)
+        self._rules = AdmissionRules(
+            vocab_size=runner.vocab_size,
+            max_model_len=runner.max_model_len,
+            num_blocks=runner.num_blocks,
+            block_size=runner.block_size,
+            tokenizer=tokenizer,
+        )
+        self.scheduler = Scheduler(
+            BlockAllocator(runner.num_blocks),
+            block_size=runner.block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self.input_batch = InputBatch(
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max_num_batched_tokens,
+            max_model_len=runner.max_model_len,
+            block_size=runner.block_size,
+            device=runner.device,
+        )
+        self._progress: dict[str, RequestProgress] = {}
+        self._undelivered: list[StepOutput] = []
+        self._num_added = 0
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a prompt.
+
+        Args:
+            prompt: a string, or its token ids.
+            sampling_params: None means `SamplingParams()`, greedy.
+            request_id: None makes one.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            ValueError: the id belongs to an unfinished request, the prompt is empty or has an id
+                outside the vocabulary, the request can never fit, or a parameter cannot be
+                honoured. The engine is left as it was.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        request_id = self._new_id() if request_id is None else request_id
+        if request_id in self._progress:
+            raise ValueError(
+                f"request id {request_id!r} belongs to an unfinished request; choose another, or "
+                f"abort that one first"
+            )
+        self._queue(request_id, prompt, self._checked_tokens(prompt, params), params)
+        return request_id
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do or to return."""
+        return self.scheduler.has_unfinished or bool(self._undelivered)
+
+    def step(self) -> list[StepOutput]:
+        """Compute one batch.
+
+        Returns:
+            One output for each request that got a token or ended; none for requests still inside
+            their prompt. Outputs of other requests that came up during `generate` come first.
+
+        Raises:
+            Exception: whatever the runner raised, see the class.
+        """
+        if self._undelivered:
+            delivered, self._undelivered = self._undelivered, []
+            return delivered
+        return self._compute_step() if self.scheduler.has_unfinished else []
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling_params: ParamsForPrompts = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to their end.
+
+        Args:
+            prompts: strings or lists of token ids, or one string.
+            sampling_params: one for all prompts, or one for each.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            ValueError: as `add_request`, naming the prompt; or prompts and parameters differ in
+                number. Nothing has run then.
+            Exception: whatever the runner raised; these requests are aborted.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        params = _params_for(prompts, sampling_params)
+        tokens = list(map(self._checked, range(len(prompts)), prompts, params))
+        request_ids = [self._new_id() for _ in prompts]
+        for added in zip(request_ids, prompts, tokens, params, strict=True):
+            self._queue(*added)
+        try:
+            finished = self._run_to_end(set(request_ids))
+        except BaseException:
+            self._abort_all(request_ids)
+            raise
+        return [finished[request_id] for request_id in request_ids]
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request at once and free its blocks.
+
+        Returns:
+            What it had generated, with finish_reason "abort"; `step` does not report it again.
+
+        Raises:
+            ValueError: no unfinished request has this id.
+        """
+        progress = self._progress.get(request_id)
+        if progress is None:
+            raise ValueError(
+                f"abort: no unfinished request {request_id!r}; unfinished are "
+                f"{sorted(self._progress)}"
+            )
+        output = progress.abort()
+        self._retire(progress.request)
+        return output
+
+    def _new_id(self) -> str:
+        while True:
+            request_id = f"request-{self._num_added}"
+            self._num_added += 1
+            if request_id not in self._progress:
+                return request_id
+
+    def _checked_tokens(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        self._rules.check_params(params)
+        token_ids = self._rules.prompt_token_ids(prompt)
+        self._rules.check_fits(len(token_ids), params.max_tokens)
+        return token_ids
+
+    def _checked(self, index: int, prompt: Prompt, params: SamplingParams) -> list[int]:
+        try:
+            return self._checked_tokens(prompt, params)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"generate: prompt {index}: {error}") from error
+
+    def _queue(
+        self, request_id: str, prompt: Prompt, token_ids: list[int], params: SamplingParams
+    ) -> None:
+        request = Request(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_len=len(token_ids),
+            token_ids=token_ids,
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+        )
+        self._progress[request_id] = self._new_progress(request)
+        self.scheduler.add(request)
+
+    def _new_progress(self, request: Request) -> RequestProgress:
+        params, stream = request.params, None
+        if self.tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(self.tokenizer, request.token_ids)
+            stream = TextStream(detokenizer, params.stop_strings)
+        eos_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        return RequestProgress(request, eos_ids.union(params.stop_token_ids), stream)
+
+    def _compute_step(self) -> list[StepOutput]:
+        step = self.scheduler.schedule()
+        for request in step.preempted:
+            self.input_batch.remove(request.request_id)
+        assert step.scheduled, "requests are unfinished and none of them can run"
+        batch = self.input_batch.prepare(step.scheduled)
+        logits = self.runner.execute(batch)
+        self._check_logits(logits, batch)
+        sampled = [step.scheduled[row].request for row in batch.sampled_rows]
+        tokens = sample_tokens(logits, [Draw(r.params, r.seed, r.num_outputs) for r in sampled])
+        return self._commit(step.scheduled, sampled, tokens)
+
+    def _check_logits(self, logits: Tensor, batch: PreparedBatch) -> None:
+        expected = (batch.num_sampled, self.runner.vocab_size)
+        if tuple(logits.shape) != expected:
+            raise RuntimeError(
+                f"the model runner returned logits of shape {tuple(logits.shape)}; expected "
+                f"{expected}: a row for each of batch.sampled_rows, vocab_size wide"
+            )
+
+    def _commit(
+        self, scheduled: list[ScheduledRequest], sampled: list[Request], tokens: list[int]
+    ) -> list[StepOutput]:
+        self.scheduler.commit(scheduled)
+        outputs = []
+        for request, token_id in zip(sampled, tokens, strict=True):
+            output = self._progress[request.request_id].accept(token_id)
+            if output.finished:
+                self._retire(request)
+            outputs.append(output)
+        return outputs
+
+    def _retire(self, request: Request) -> None:
+        self.scheduler.finish(request)
+        self.input_batch.remove(request.request_id)
+        del self._progress[request.request_id]
+
+    def _run_to_end(self, own: set[str]) -> dict[str, RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        while len(finished) < len(own):
+            for output in self._compute_step():
+                if output.request_id not in own:
+                    self._undelivered.append(output)
+                elif output.output is not None:
+                    finished[output.request_id] = output.output
+        return finished
+
+    def _abort_all(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self._progress:
+                self.abort(request_id)
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"Engine: {name}={value} is not allowed; it must be at least 1")
+
+
+def _eos_ids(
+    given: Iterable[int] | None, tokenizer: Tokenizer | None, vocab_size: int
+) -> frozenset[int]:
+    if given is None:
+        found = getattr(tokenizer, "eos_token_id", None)
+        given = () if found is None else (found,) if isinstance(found, int) else found
+    eos_ids = frozenset(given)
+    for token_id in eos_ids:
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"Engine: end-of-sequence id {token_id} is outside the vocabulary; allowed are 0 "
+                f"to {vocab_size - 1}. Does the tokenizer belong to this model?"
+            )
+    return eos_ids
+
+
+def _params_for(
+    prompts: Sequence[Prompt], sampling_params: ParamsForPrompts
+) -> list[SamplingParams]:
+    if sampling_params is None:
+        sampling_params = SamplingParams()
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * len(prompts)
+    if len(sampling_params) != len(prompts):
+        raise ValueError(
+            f"generate: {len(prompts)} prompts and {len(sampling_params)} sampling_params; give "
+            f"one for each prompt, or a single one for all"
+        )
+    return list(sampling_params)

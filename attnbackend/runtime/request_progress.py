@@ -1,0 +1,86 @@
+"""A request as its caller will see it: takes sampled tokens, decides when it has ended."""
+
+from __future__ import annotations
+
+from attnbackend.runtime.request import FinishReason, Request, RequestOutput, StepOutput
+from attnbackend.runtime.sampler import INVALID_TOKEN
+from attnbackend.runtime.text_stream import TextStream
+
+
+class RequestProgress:
+    """Applies the stop rules to one request, token by token.
+
+    Of several reasons in one step "stop" wins over "length".
+
+    Args:
+        request: its `token_ids` are extended here.
+        stop_ids: end-of-sequence and stop token ids that hold for it.
+        stream: its text, None without a tokenizer.
+    """
+
+    def __init__(
+        self, request: Request, stop_ids: frozenset[int], stream: TextStream | None
+    ) -> None:
+        self.request = request
+        self._stop_ids = stop_ids
+        self._stream = stream
+
+    def accept(self, token_id: int) -> StepOutput:
+        """Add a sampled token; the output says whether the request has ended with it."""
+        if token_id == INVALID_TOKEN:
+            return self.fail(
+                f"logits of output token {self.request.num_outputs} hold NaN or +inf, or rule "
+                f"every token out; check the model's weights and dtype"
+            )
+        self.request.token_ids.append(token_id)
+        try:
+            piece, reason = self._advance(token_id)
+        except Exception as error:
+            # A tokenizer's fault is this request's end; the step's other tokens must not be lost.
+            return self.fail(f"decoding token {token_id} raised {error!r}", [token_id])
+        return self._step_output([token_id], piece, reason)
+
+    def fail(self, message: str, token_ids: list[int] | None = None) -> StepOutput:
+        """End the request with an error."""
+        return self._step_output(token_ids or [], "", "error", message)
+
+    def abort(self) -> RequestOutput:
+        """End the request at its caller's wish."""
+        return self._request_output("abort")
+
+    def _advance(self, token_id: int) -> tuple[str, FinishReason | None]:
+        is_stop_id = token_id in self._stop_ids
+        piece = "" if is_stop_id or self._stream is None else self._stream.push(token_id)
+        reason = self._reason(is_stop_id)
+        if reason is not None and self._stream is not None:
+            piece += self._stream.finish()
+            reason = self._reason(is_stop_id)
+        return piece, reason
+
+    def _reason(self, is_stop_id: bool) -> FinishReason | None:
+        if is_stop_id or (self._stream is not None and self._stream.is_stopped):
+            return "stop"
+        is_full = self.request.num_outputs >= self.request.params.max_tokens
+        return "length" if is_full else None
+
+    def _step_output(
+        self,
+        token_ids: list[int],
+        piece: str,
+        reason: FinishReason | None,
+        error: str | None = None,
+    ) -> StepOutput:
+        output = None if reason is None else self._request_output(reason, error)
+        return StepOutput(self.request.request_id, token_ids, piece, reason, output)
+
+    def _request_output(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        request = self.request
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.token_ids[: request.prompt_len],
+            token_ids=request.token_ids[request.prompt_len :],
+            text="" if self._stream is None else self._stream.text,
+            finish_reason=reason,
+            error=error,
+        )
