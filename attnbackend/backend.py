@@ -55,6 +55,9 @@ class AttentionBackend(ABC):
     """Lowest (major, minor) of a CUDA device; None for any."""
     max_group_size: ClassVar[int | None] = None
     """Most query heads for one key-value head; None for any."""
+    max_cache_offset: ClassVar[int | None] = None
+    """Largest element offset in a cache that the kernels reach, such as ``2**31 - 1`` where they compute
+    it in 32 bits; None for any."""
     lse_base: ClassVar[LSEBase | None] = None
     """Base of the LSE that the kernels give; None: they give none."""
 

@@ -23,7 +23,9 @@ class ForwardContext:
     """(KV cache group, backend name) -> plan."""
 
 
-_CURRENT: ContextVar[ForwardContext | None] = ContextVar("attnbackend_forward_context", default=None)
+_CURRENT: ContextVar[ForwardContext | None] = ContextVar(
+    "attnbackend_forward_context", default=None
+)
 
 get_forward_context = _CURRENT.get
 """The current context, or None outside of any."""

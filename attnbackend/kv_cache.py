@@ -5,9 +5,10 @@ Shape legend: B blocks, S block_size, K key-value heads, D head size, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from attnbackend.types import KVCacheLayout
 
 if TYPE_CHECKING:
     from attnbackend.backend import AttentionBackend
+    from attnbackend.impl import AttentionParams
 
 __all__ = [
     "KV_CACHE_DTYPES",
@@ -29,10 +31,12 @@ __all__ = [
     "SlidingWindowSpec",
     "allocate_kv_cache",
     "allocate_kv_caches",
+    "expand_block_table",
     "kv_cache_geometry",
     "quantize_to_cache",
     "resolve_kv_cache_dtype",
     "resolve_kv_sharing",
+    "spec_of",
     "write_kv_cache",
 ]
 
@@ -69,8 +73,14 @@ class KVCacheSpec:
     """Tokens a block."""
 
     def __post_init__(self) -> None:
-        if self.block_size <= 0:
-            raise ValueError(f"block_size={self.block_size} must be positive")
+        self._check_positive("block_size")
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{type(self).__name__}: {name}={getattr(self, name)} must be at least 1"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +93,12 @@ class AttentionSpec(KVCacheSpec):
     """The model's type; the cache's follows from it and ``kv_cache_dtype``."""
     kv_cache_dtype: str = "auto"
     layout: KVCacheLayout = KVCacheLayout.NHD
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("num_kv_heads", "head_size")
+        object.__setattr__(self, "layout", KVCacheLayout(self.layout))
+        resolve_kv_cache_dtype(self.kv_cache_dtype, self.dtype)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -100,6 +116,10 @@ class SlidingWindowSpec(AttentionSpec):
 
     sliding_window: int
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("sliding_window")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttentionSpec(AttentionSpec):
@@ -108,7 +128,12 @@ class CrossAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MLAAttentionSpec(AttentionSpec):
-    """One latent row a token: ``head_size`` is kv_lora_rank + qk_rope_head_dim, num_kv_heads is 1."""
+    """One latent row a token: ``head_size`` is kv_lora_rank + qk_rope_head_dim, one kv head."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_kv_heads != 1:
+            raise ValueError(f"MLAAttentionSpec: num_kv_heads={self.num_kv_heads} must be 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +142,29 @@ class MambaSpec(KVCacheSpec):
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.shapes) != len(self.dtypes):
+            raise ValueError(
+                f"MambaSpec: {len(self.shapes)} shapes and {len(self.dtypes)} dtypes; give one dtype "
+                "for each shape"
+            )
+
+
+def spec_of(params: AttentionParams, layout: KVCacheLayout = KVCacheLayout.NHD) -> AttentionSpec:
+    """What a layer with these parameters keeps."""
+    shared: dict[str, Any] = {
+        "block_size": params.block_size,
+        "num_kv_heads": params.num_kv_heads,
+        "head_size": params.head_size,
+        "dtype": params.dtype,
+        "kv_cache_dtype": params.kv_cache_dtype,
+        "layout": layout,
+    }
+    if params.sliding_window is None:
+        return FullAttentionSpec(**shared)
+    return SlidingWindowSpec(sliding_window=params.sliding_window, **shared)
 
 
 @dataclass(frozen=True)
@@ -133,7 +181,7 @@ class KVCacheGeometry:
 
     @property
     def num_elements(self) -> int:
-        """Elements from the first to the last that is addressed; the strides decide, not the shape."""
+        """From the first element to the last that is addressed; strides decide, not the shape."""
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
 
     @property
@@ -143,38 +191,37 @@ class KVCacheGeometry:
 
 
 def kv_cache_geometry(
-    backend: type[AttentionBackend], spec: AttentionSpec, num_blocks: int, *, block_stride: int | None = None
-) -> KVCacheGeometry:  # fmt: skip
+    backend: type[AttentionBackend],
+    spec: AttentionSpec,
+    num_blocks: int,
+    *,
+    block_stride: int | None = None,
+) -> KVCacheGeometry:
     """Shape, strides and page bytes of a layer's cache, for one backend.
 
     Args:
         backend: gives the logical shape and, for the spec's layout, the order in memory.
         spec: what the layer keeps.
         num_blocks: blocks, the reserved block 0 included.
-        block_stride: elements from a block to the next where several layers share a buffer; None: a page.
+        block_stride: elements from a block to the next where several layers share a buffer;
+            None: a page.
 
     Raises:
-        ValueError: the backend cannot hold such a cache.
+        ValueError: the backend cannot hold or address such a cache.
     """
     _check_spec(backend, spec, num_blocks)
-    shape = backend.get_kv_cache_shape(
-        num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype
-    )
-    wider = backend.get_kv_cache_shape(
-        num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype
-    )
-    block_dim = [a != b for a, b in zip(shape, wider, strict=True)].index(True)
-    stride = [0] * len(shape)
-    step = 1
-    for dim in reversed(backend.get_kv_cache_stride_order(spec.layout)):
-        stride[dim] = step
-        step *= shape[dim]
-    page_elements = step // num_blocks
+    shape = _shape(backend, spec, num_blocks)
+    order = tuple(backend.get_kv_cache_stride_order(spec.layout))
+    stride = _dense_stride(backend, shape, order)
+    page = math.prod(shape) // num_blocks
     if block_stride is not None:
-        assert block_stride >= stride[block_dim], "layers of a shared buffer overlap"
+        block_dim = _block_dim(backend, spec, num_blocks)
+        _check_block_stride(backend, page, order, block_dim, block_stride)
         stride[block_dim] = block_stride
-    page_bytes = page_elements * spec.cache_dtype.itemsize
-    return KVCacheGeometry(tuple(shape), tuple(stride), spec.cache_dtype, page_bytes)
+    page_bytes = page * spec.cache_dtype.itemsize
+    geometry = KVCacheGeometry(shape, tuple(stride), spec.cache_dtype, page_bytes)
+    _check_offsets(backend, geometry, page, num_blocks, block_stride or page)
+    return geometry
 
 
 def _check_spec(backend: type[AttentionBackend], spec: AttentionSpec, num_blocks: int) -> None:
@@ -189,12 +236,73 @@ def _check_spec(backend: type[AttentionBackend], spec: AttentionSpec, num_blocks
         raise ValueError(f"layout={spec.layout} does not suit {name}; allowed: {allowed}")
 
 
+def _shape(backend: type[AttentionBackend], spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+    return tuple(
+        backend.get_kv_cache_shape(
+            num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype
+        )
+    )
+
+
+def _dense_stride(
+    backend: type[AttentionBackend], shape: Sequence[int], order: Sequence[int]
+) -> list[int]:
+    if sorted(order) != list(range(len(shape))):
+        raise ValueError(
+            f"{backend.get_name()}: stride order {tuple(order)} does not name each dimension of the "
+            f"cache's shape {tuple(shape)} once; override get_kv_cache_stride_order()"
+        )
+    stride, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= shape[dim]
+    return stride
+
+
+def _block_dim(backend: type[AttentionBackend], spec: AttentionSpec, num_blocks: int) -> int:
+    """The dimension of the logical shape that counts blocks."""
+    shapes = (_shape(backend, spec, n) for n in (num_blocks, num_blocks + 1))
+    grown = [dim for dim, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]
+    if len(grown) != 1:
+        raise ValueError(f"{backend.get_name()}: no one dimension of its cache's shape counts blocks")
+    return grown[0]
+
+
+def _check_block_stride(
+    backend: type[AttentionBackend], page: int, order: Sequence[int], block_dim: int, stride: int
+) -> None:
+    name = backend.get_name()
+    if order[0] != block_dim:
+        raise ValueError(
+            f"{name} cannot share a buffer with other layers: blocks are not the slowest dimension of "
+            f"its stride order {tuple(order)}, so a block's data is not in one piece"
+        )
+    if stride < page:
+        raise ValueError(f"block_stride={stride} lets the blocks of {name} overlap; at least {page}")
+
+
+def _check_offsets(
+    backend: type[AttentionBackend],
+    geometry: KVCacheGeometry,
+    page: int,
+    num_blocks: int,
+    block_stride: int,
+) -> None:
+    limit = backend.max_cache_offset
+    if limit is not None and geometry.max_offset > limit:
+        raise ValueError(
+            f"num_blocks={num_blocks} with {block_stride} elements from block to block reaches offset "
+            f"{geometry.max_offset}, but {backend.get_name()} addresses offsets up to {limit}; "
+            f"allowed: at most {max(0, (limit + 1 - page) // block_stride + 1)} blocks"
+        )
+
+
 def allocate_kv_cache(
     backend: type[AttentionBackend], spec: AttentionSpec, num_blocks: int, device: torch.device | str
 ) -> Tensor:
-    """A zeroed cache of one layer, in its logical shape."""
+    """A cache of one layer, in its logical shape; its contents are undefined, as a cache's may be."""
     geometry = kv_cache_geometry(backend, spec, num_blocks)
-    storage = _zeros(geometry.num_elements, geometry.dtype, device)
+    storage = _storage(geometry.num_elements, geometry.dtype, device)
     return storage.as_strided(geometry.shape, geometry.stride)
 
 
@@ -206,27 +314,25 @@ def allocate_kv_caches(
 ) -> dict[str, Tensor]:
     """The caches of all layers in one buffer, all pages of a block side by side.
 
-    A block's data of every layer is then one contiguous piece, which is what moving a block to another
-    process or to disk wants.
+    A block's data of every layer is then one contiguous piece, which is what moving a block to
+    another process or to disk wants.
 
     Args:
         backends: each layer's backend, by layer name.
         specs: each layer's spec, by layer name; all of one element type and block size.
+        num_blocks: blocks, the reserved block 0 included.
+        device: where the buffer lies.
 
     Raises:
-        ValueError: the specs do not agree on the element type.
+        ValueError: the specs do not agree, layers lack a spec or a backend, or a backend cannot share.
     """
-    dtypes = {spec.cache_dtype for spec in specs.values()}
-    if len(dtypes) != 1:
-        found = ", ".join(sorted(str(d) for d in dtypes))
-        raise ValueError(f"layers of one buffer must share an element type, got {found or 'no layer'}")
-    dtype = dtypes.pop()
+    dtype = _common_dtype(backends, specs)
     pages = {
         name: kv_cache_geometry(backends[name], spec, 1).page_size_bytes // dtype.itemsize
         for name, spec in specs.items()
     }
     block_stride = sum(pages.values())
-    storage = _zeros(num_blocks * block_stride, dtype, device)
+    storage = _storage(num_blocks * block_stride, dtype, device)
     caches, offset = {}, 0
     for name, spec in specs.items():
         g = kv_cache_geometry(backends[name], spec, num_blocks, block_stride=block_stride)
@@ -235,13 +341,61 @@ def allocate_kv_caches(
     return caches
 
 
-def _zeros(num_elements: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeroed storage of any type, float8 included, on any device."""
-    storage = torch.zeros(num_elements * dtype.itemsize, dtype=torch.uint8, device=device)
+def _common_dtype(
+    backends: Mapping[str, type[AttentionBackend]], specs: Mapping[str, AttentionSpec]
+) -> torch.dtype:
+    """The element type of layers that are to share a buffer."""
+    if backends.keys() != specs.keys():
+        lone = ", ".join(sorted(backends.keys() ^ specs.keys()))
+        raise ValueError(f"each layer needs a backend and a spec; only one of the two for: {lone}")
+    for what, found in (
+        ("element type", sorted({str(spec.cache_dtype) for spec in specs.values()})),
+        ("block_size", sorted({spec.block_size for spec in specs.values()})),
+    ):
+        if len(found) != 1:
+            values = ", ".join(map(str, found)) or "no layer"
+            raise ValueError(f"layers of one buffer must share one {what}, got {values}")
+    return next(iter(specs.values())).cache_dtype
+
+
+def _storage(num_elements: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Memory of any type, float8 included, on any device; a CPU touches no page before its use."""
+    storage = torch.empty(num_elements * dtype.itemsize, dtype=torch.uint8, device=device)
     return storage.view(dtype)
 
 
-def resolve_kv_sharing(targets: Mapping[str, str], specs: Mapping[str, KVCacheSpec]) -> dict[str, str]:
+def expand_block_table(block_table: Tensor, block_size: int, kernel_block_size: int) -> Tensor:
+    """The block table that a kernel with smaller blocks reads, over the same cache.
+
+    Each block of ``block_size`` tokens is ``block_size // kernel_block_size`` consecutive kernel blocks,
+    so a token keeps its slot number: ``slot // block_size`` is its block for the manager,
+    ``slot // kernel_block_size`` the same place for the kernel. That holds only where a block's tokens
+    are contiguous, so it suits caches with keys and values in separate dimensions before the blocks.
+
+    Args:
+        block_table: integer [R, W].
+        block_size: tokens a block of ``block_table`` and of the slot mapping.
+        kernel_block_size: tokens a block of the kernel's view of the cache.
+
+    Returns:
+        [R, W * block_size // kernel_block_size], of the same type.
+
+    Raises:
+        ValueError: ``block_size`` is not a multiple of ``kernel_block_size``.
+    """
+    if kernel_block_size < 1 or block_size % kernel_block_size:
+        raise ValueError(
+            f"kernel_block_size={kernel_block_size} does not divide block_size={block_size}, which the "
+            "block table and the slot mapping count in"
+        )
+    parts = block_size // kernel_block_size
+    within = torch.arange(parts, dtype=block_table.dtype, device=block_table.device)
+    return (block_table.unsqueeze(-1) * parts + within).flatten(-2)
+
+
+def resolve_kv_sharing(
+    targets: Mapping[str, str], specs: Mapping[str, KVCacheSpec]
+) -> dict[str, str]:
     """The layer that owns the cache of each sharing layer, with chains followed to their end.
 
     A layer that shares a cache reads its owner's and writes none.
@@ -255,21 +409,28 @@ def resolve_kv_sharing(targets: Mapping[str, str], specs: Mapping[str, KVCacheSp
     """
     owners = {}
     for layer in targets:
-        owner, chain = layer, [layer]
-        while owner in targets:
-            owner = targets[owner]
-            if owner in chain:
-                raise ValueError(f"layers share caches in a circle: {' -> '.join([*chain, owner])}")
-            chain.append(owner)
-        for name in (layer, owner):
-            if name not in specs:
-                raise ValueError(f"unknown layer {name!r} in the sharing chain {' -> '.join(chain)}")
+        chain = _sharing_chain(layer, targets)
+        unknown = [name for name in chain if name not in specs]
+        if unknown:
+            raise ValueError(f"unknown layer {unknown[0]!r} in the chain {' -> '.join(chain)}")
+        owner = chain[-1]
         if specs[owner] != specs[layer]:
             raise ValueError(
-                f"layer {layer!r} cannot share the cache of {owner!r}: {specs[layer]} is not {specs[owner]}"
+                f"layer {layer!r} cannot share the cache of {owner!r}: {specs[layer]} is not "
+                f"{specs[owner]}"
             )
         owners[layer] = owner
     return owners
+
+
+def _sharing_chain(layer: str, targets: Mapping[str, str]) -> list[str]:
+    chain = [layer]
+    while chain[-1] in targets:
+        following = targets[chain[-1]]
+        if following in chain:
+            raise ValueError(f"layers share caches in a circle: {' -> '.join([*chain, following])}")
+        chain.append(following)
+    return chain
 
 
 def quantize_to_cache(x_TKD: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -277,9 +438,15 @@ def quantize_to_cache(x_TKD: Tensor, scale: Tensor | None, dtype: torch.dtype) -
 
     Args:
         x_TKD: [T, K, D].
-        scale: float32, 1 or K elements: real = stored * scale.
+        scale: float32, 1 or K elements: real = stored * scale; None for 1.
+        dtype: the cache's type.
+
+    Raises:
+        ValueError: a scale is given for a type that is not scaled.
     """
     if dtype.itemsize > 1:
+        if scale is not None:
+            raise ValueError(f"a scale is given, but a cache of {dtype} is not scaled; pass None")
         return x_TKD.to(dtype)
     limit = torch.finfo(dtype).max
     scaled = x_TKD.float() if scale is None else x_TKD.float() / scale.view(-1, 1)
@@ -295,7 +462,8 @@ def write_kv_cache(
     Args:
         key, value: [T, K, D].
         kv_cache: [B, 2, S, K, D], any strides; written.
-        slot_mapping: int64 [T], ``block * S + offset``; negative means do not write.
+        slot_mapping: int64 [T], ``block * S + offset`` with S the cache's own block size; negative
+            means do not write.
         k_scale, v_scale: float32, [1] or [K], for float8 caches.
     """
     block_size = kv_cache.shape[2]

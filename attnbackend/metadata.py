@@ -16,6 +16,7 @@ from torch import Tensor
 from attnbackend.types import AttentionCGSupport
 
 if TYPE_CHECKING:
+    from attnbackend.impl import AttentionParams
     from attnbackend.kv_cache import KVCacheSpec
 
 __all__ = [
@@ -190,6 +191,9 @@ M = TypeVar("M", bound=AttentionMetadata)
 class AttentionMetadataBuilder(ABC, Generic[M]):
     """Turns a step's batch into a backend's plan. One per KV cache group; owns persistent buffers.
 
+    Layers of a group have equal ``params``, so what a kernel wants to know at planning time (scale,
+    soft-cap, window) is the same for all of them.
+
     ``limits`` is None where an op plans for itself from its arguments; such a builder keeps no buffers.
     """
 
@@ -198,8 +202,13 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     """Query lengths up to this are wanted first in the batch; None: the order does not matter."""
 
     def __init__(
-        self, kv_cache_spec: KVCacheSpec, limits: BatchLimits | None, device: torch.device
+        self,
+        params: AttentionParams,
+        kv_cache_spec: KVCacheSpec,
+        limits: BatchLimits | None,
+        device: torch.device,
     ) -> None:
+        self.params = params
         self.kv_cache_spec = kv_cache_spec
         self.limits = limits
         self.device = device

@@ -1,6 +1,7 @@
 """Which backends a device tries, in which order.
 
-Source of the orders: facts of vLLM 0.25.1's platforms; the CPU order is the project's own, see docs/design.md.
+The orders for CUDA, ROCm and XPU are those of vLLM 0.25.1's platforms, with `TORCH_SDPA`, which
+runs anywhere, at the end of each; the order for CPUs is the project's own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Platform:
 
 
 def current_platform(device_type: str) -> Platform:
-    """What this process sees of a device type."""
+    """What this process sees of a device type. CUDA is initialised only when it is asked about."""
     is_rocm = torch.version.hip is not None
     capability = None
     if device_type == "cuda" and not is_rocm and torch.cuda.is_available():
@@ -33,12 +34,18 @@ def current_platform(device_type: str) -> Platform:
 
 
 _CUDA = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT", "TORCH_SDPA")
-_CUDA_SM100 = ("FLASHINFER", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT", "TORCH_SDPA")
-_ROCM = ("ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "TRITON_ATTN", "TURBOQUANT", "TORCH_SDPA")
+_CUDA_SM100 = (
+    "FLASHINFER", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT", "TORCH_SDPA",
+)  # fmt: skip
+_ROCM = (
+    "ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "TRITON_ATTN", "TURBOQUANT",
+    "TORCH_SDPA",
+)  # fmt: skip
 _XPU = ("FLASH_ATTN", "TRITON_ATTN", "TURBOQUANT", "TORCH_SDPA")
 _CPU = ("CPU_ATTN", "TORCH_SDPA", "FLEX_ATTENTION")
 _MLA_CUDA = (
-    "FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "TRITON_MLA", "FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE",
+    "FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "TRITON_MLA", "FLASH_ATTN_MLA_SPARSE",
+    "FLASHMLA_SPARSE",
 )  # fmt: skip
 _MLA_SM100 = (
     "FLASHINFER_MLA", "TOKENSPEED_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA",
@@ -50,11 +57,17 @@ _MLA_XPU = ("TRITON_MLA", "XPU_MLA_SPARSE")
 
 
 def backend_priorities(platform: Platform, *, use_mla: bool) -> tuple[str, ...]:
-    """Names in the order in which automatic selection tries them; the first that can serve wins."""
-    if platform.device_type == "cpu":
-        return () if use_mla else _CPU
-    if platform.device_type == "xpu":
-        return _MLA_XPU if use_mla else _XPU
+    """Names in the order in which automatic selection tries them; the first that can serve wins.
+
+    Empty for a device type that the project has no order for: there a backend must be named.
+    """
+    if platform.device_type == "cuda":
+        return _cuda_priorities(platform, use_mla)
+    dense, mla = {"cpu": (_CPU, ()), "xpu": (_XPU, _MLA_XPU)}.get(platform.device_type, ((), ()))
+    return mla if use_mla else dense
+
+
+def _cuda_priorities(platform: Platform, use_mla: bool) -> tuple[str, ...]:
     if platform.is_rocm:
         return _MLA_ROCM if use_mla else _ROCM
     major = platform.compute_capability[0] if platform.compute_capability else 0

@@ -1,7 +1,11 @@
-"""Names and classes of backends: the built-in members, third-party names, overrides and plugins.
+"""Names and classes of backends: built-in members, third-party names, overrides and plugins.
 
-A name maps to a class or to a dotted path that is imported when the backend is first wanted. Every change
+A name maps to a class or to a path that is imported when the backend is first wanted. Every change
 moves the registry's generation, on which selection caches.
+
+A package brings a plugin by an entry point in the group ``attnbackend.backends``, whose name is the
+backend's and whose value is the class, as in ``MY_ATTN = "my_package.attn:MyBackend"``. A plugin
+that cannot be imported is unavailable, with the cause as its reason, and disturbs no other backend.
 """
 
 from __future__ import annotations
@@ -10,25 +14,31 @@ import difflib
 import enum
 import importlib
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from attnbackend.backend import AttentionBackend, check_parts
 
 __all__ = [
     "AttentionBackendEnum",
+    "BackendName",
     "MambaAttentionBackendEnum",
+    "any_case_name",
+    "backend_key",
     "backend_names",
+    "backend_path",
     "clear_override",
     "is_implemented",
     "is_overridden",
     "register_backend",
     "registry_generation",
     "registry_scope",
+    "require_implemented",
     "resolve_backend",
 ]
 
@@ -38,7 +48,7 @@ B = TypeVar("B", bound=type[AttentionBackend])
 
 
 class _BackendMember(enum.Enum):
-    """A member's value is the dotted path of its class; the member is a name, the registry holds the rest."""
+    """A name whose value is the path of its class; the registry holds everything else."""
 
     @property
     def key(self) -> str:
@@ -46,9 +56,8 @@ class _BackendMember(enum.Enum):
         return self.name
 
     def get_path(self) -> str:
-        """Dotted path of the class that the name stands for now, overrides included."""
-        entry = _entries().get(self.key)
-        return entry.path if entry else str(self.value)
+        """Path of the class that the name stands for now, overrides included."""
+        return backend_path(self.key)
 
     def get_class(self) -> type[AttentionBackend]:
         """The class that the name stands for now; see `resolve_backend` for the errors."""
@@ -70,7 +79,7 @@ _HERE = "attnbackend.backends"
 
 @enum.unique
 class AttentionBackendEnum(_BackendMember):
-    """Attention backends that the project knows by name. Third parties need no member: any name will do."""
+    """Attention backends that the project knows; third parties need no member, any name will do."""
 
     FLASH_ATTN = f"{_HERE}.flash_attn.FlashAttentionBackend"
     FLASH_ATTN_DIFFKV = f"{_HERE}.flash_attn_diffkv.FlashAttentionDiffKVBackend"
@@ -96,7 +105,9 @@ class AttentionBackendEnum(_BackendMember):
     ROCM_AITER_MLA = f"{_HERE}.mla.rocm_aiter_mla.RocmAiterMLABackend"
     ROCM_AITER_TRITON_MLA = f"{_HERE}.mla.rocm_aiter_triton_mla.RocmAiterTritonMLABackend"
     FLASHINFER_MLA_SPARSE = f"{_HERE}.mla.flashinfer_mla_sparse.FlashInferMLASparseBackend"
-    FLASHINFER_MLA_SPARSE_SM120 = f"{_HERE}.mla.flashinfer_mla_sparse.FlashInferMLASparseSM120Backend"
+    FLASHINFER_MLA_SPARSE_SM120 = (
+        f"{_HERE}.mla.flashinfer_mla_sparse.FlashInferMLASparseSM120Backend"
+    )
     FLASHMLA_SPARSE = f"{_HERE}.mla.flashmla_sparse.FlashMLASparseBackend"
     FLASH_ATTN_MLA_SPARSE = f"{_HERE}.mla.flash_attn_mla_sparse.FlashAttentionMLASparseBackend"
     ROCM_AITER_MLA_SPARSE = f"{_HERE}.mla.rocm_aiter_mla_sparse.RocmAiterMLASparseBackend"
@@ -123,17 +134,23 @@ class MambaAttentionBackendEnum(_BackendMember):
         return "MAMBA_CUSTOM" if self.name == "CUSTOM" else self.name
 
 
+BackendName = str | _BackendMember
+
 _BUILT_IN: dict[str, str] = {
-    m.key: m.value for enum_cls in (AttentionBackendEnum, MambaAttentionBackendEnum) for m in enum_cls
+    m.key: m.value for members in (AttentionBackendEnum, MambaAttentionBackendEnum) for m in members
 }
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A registration that is not a built-in: its dotted path, and the class once it is known."""
+    """A registration that is not a built-in: the path, and the class once it is known."""
 
     path: str
     cls: type[AttentionBackend] | None = None
+    is_plugin: bool = False
+    conflict: str | None = None
+    """Why a plugin cannot be used, found before importing it."""
 
 
 @dataclass
@@ -148,7 +165,8 @@ _STATE = _State(entries={}, resolved={})
 
 
 def registry_generation() -> int:
-    """A number that grows with every change of the registry."""
+    """A number that grows with every change of the registry and never falls."""
+    _entries()
     return _STATE.generation
 
 
@@ -161,11 +179,26 @@ def _entries() -> dict[str, _Entry]:
     """Registrations, after the plugins had their turn; a plugin never displaces an explicit one."""
     if not _STATE.plugins_loaded:
         _STATE.plugins_loaded = True
+        points: dict[str, list[EntryPoint]] = {}
         for point in entry_points(group=ENTRY_POINT_GROUP):
-            _STATE.entries.setdefault(point.name, _Entry(point.value.replace(":", ".")))
-        if _STATE.entries:
+            points.setdefault(point.name, []).append(point)
+        for name, offers in points.items():
+            _STATE.entries.setdefault(name, _plugin_entry(name, offers))
+        if points:
             _changed()
     return _STATE.entries
+
+
+def _plugin_entry(name: str, offers: list[EntryPoint]) -> _Entry:
+    paths = sorted({point.value.strip() for point in offers})
+    conflict = None
+    if len(paths) > 1:
+        conflict = f"installed packages offer different classes for {name!r}: {', '.join(paths)}"
+    elif (other := _other_case(name)) is not None:
+        conflict = f"the plugin's name {name!r} differs from {other!r} in case alone"
+    elif not _NAME.fullmatch(name):
+        conflict = f"the plugin's name {name!r} is not letters, digits, '_', '.' and '-'"
+    return _Entry(paths[0], is_plugin=True, conflict=conflict)
 
 
 def backend_names() -> list[str]:
@@ -173,14 +206,44 @@ def backend_names() -> list[str]:
     return [*_BUILT_IN, *sorted(set(_entries()) - set(_BUILT_IN))]
 
 
-def is_overridden(name: str) -> bool:
+def backend_key(name: BackendName) -> str:
+    """The registry's name for a member of one of the enums; a string is returned as it is."""
+    return name.key if isinstance(name, _BackendMember) else name
+
+
+def any_case_name(name: str) -> str:
+    """The known name that equals ``name`` up to case, or ``name`` itself where there is none."""
+    return name if name in backend_names() else _other_case(name) or name
+
+
+def _other_case(name: str) -> str | None:
+    """A known name that differs from ``name`` in case alone."""
+    known = (n for n in [*_BUILT_IN, *_STATE.entries] if n != name)
+    return next((n for n in known if n.casefold() == name.casefold()), None)
+
+
+def backend_path(name: str) -> str:
+    """Path of the class that a name stands for now.
+
+    Raises:
+        ValueError: no such name.
+    """
+    entry = _entries().get(name)
+    if entry is None and name not in _BUILT_IN:
+        raise _unknown(name)
+    return entry.path if entry else _BUILT_IN[name]
+
+
+def is_overridden(name: BackendName) -> bool:
     """Whether a built-in name stands for another class than its own."""
-    return name in _BUILT_IN and name in _entries()
+    key = backend_key(name)
+    return key in _BUILT_IN and key in _entries()
 
 
-def is_implemented(name: str) -> bool:
+def is_implemented(name: BackendName) -> bool:
     """Whether a class stands behind ``name``; built-in members may wait for theirs."""
-    return name in _entries() or (name in _BUILT_IN and _module_exists(_BUILT_IN[name]))
+    key = backend_key(name)
+    return key in _entries() or (key in _BUILT_IN and _module_exists(_BUILT_IN[key]))
 
 
 @cache
@@ -192,15 +255,39 @@ def _module_exists(path: str) -> bool:
         return False
 
 
-def resolve_backend(name: str | _BackendMember) -> type[AttentionBackend]:
+def require_implemented(name: str) -> None:
+    """Passes when a class stands behind ``name``.
+
+    Raises:
+        ValueError: no such name (near names are listed), or a member that has no class yet.
+    """
+    if name not in backend_names():
+        raise _unknown(name)
+    if not is_implemented(name):
+        usable = ", ".join(filter(is_implemented, backend_names()))
+        raise ValueError(
+            f"attention backend {name!r} is not implemented; register a class for it with "
+            f"register_backend({name!r}), or choose one of {usable}"
+        )
+
+
+def _unknown(name: str) -> ValueError:
+    names = backend_names()
+    by_case = {n.casefold(): n for n in names}
+    close = difflib.get_close_matches(name.casefold(), by_case, n=3)
+    hint = f", did you mean {' or '.join(by_case[n] for n in close)}?" if close else ""
+    return ValueError(f"unknown attention backend {name!r}{hint}; known: {', '.join(names)}")
+
+
+def resolve_backend(name: BackendName) -> type[AttentionBackend]:
     """The class behind a name, imported now if need be, with its ops generated.
 
     Raises:
         ValueError: no such name (near names are listed), or a member that has no class yet.
         TypeError: the class is not a complete backend of that name.
-        ImportError: the class's module cannot be imported.
+        ImportError: the class cannot be imported, or it is a plugin that is at fault in any way.
     """
-    key = name.key if isinstance(name, _BackendMember) else name
+    key = backend_key(name)
     found = _STATE.resolved.get(key)
     if found is None:
         found = _STATE.resolved[key] = _resolve(key)
@@ -208,33 +295,33 @@ def resolve_backend(name: str | _BackendMember) -> type[AttentionBackend]:
 
 
 def _resolve(name: str) -> type[AttentionBackend]:
-    entry = _entries().get(name)
-    if entry is None:
-        entry = _Entry(_built_in_path(name))
+    require_implemented(name)
+    entry = _entries().get(name) or _Entry(_BUILT_IN[name])
+    if not entry.is_plugin:
+        return _load(name, entry)
+    if entry.conflict:
+        raise ImportError(entry.conflict)
+    try:
+        return _load(name, entry)
+    except Exception as error:
+        raise ImportError(f"plugin {entry.path}: {type(error).__name__}: {error}") from error
+
+
+def _load(name: str, entry: _Entry) -> type[AttentionBackend]:
     cls = entry.cls or _import_class(entry.path)
     _adopt(name, cls)
     return cls
 
 
-def _built_in_path(name: str) -> str:
-    if name not in _BUILT_IN:
-        raise ValueError(f"unknown attention backend {name!r}{_near(name)}; known: {', '.join(backend_names())}")
-    if not is_implemented(name):
-        raise ValueError(
-            f"attention backend {name!r} is not implemented; register a class for it with "
-            f"register_backend({name!r}), or choose one of {', '.join(filter(is_implemented, backend_names()))}"
-        )
-    return _BUILT_IN[name]
-
-
-def _near(name: str) -> str:
-    near = difflib.get_close_matches(name.upper(), backend_names(), n=3)
-    return f", did you mean {' or '.join(near)}?" if near else ""
-
-
 def _import_class(path: str) -> Any:
-    module, _, attribute = path.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+    """The object at ``package.module.Class`` or ``package.module:Class.Inner``."""
+    module, _, attributes = path.partition(":") if ":" in path else path.rpartition(".")
+    found = importlib.import_module(module)
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise ImportError(f"{attribute!r} of {path!r} does not exist in {found!r}")
+        found = getattr(found, attribute)
+    return found
 
 
 def _adopt(name: str, cls: Any) -> None:
@@ -243,8 +330,8 @@ def _adopt(name: str, cls: Any) -> None:
         raise TypeError(f"{cls!r}, registered as {name!r}, is not a subclass of AttentionBackend")
     if cls.get_name() != name:
         raise TypeError(
-            f"{cls.__qualname__}.get_name() returns {cls.get_name()!r} but it is registered as {name!r}; "
-            "ops and selection go by the name, so make the two agree"
+            f"{cls.__qualname__}.get_name() returns {cls.get_name()!r} but it is registered as "
+            f"{name!r}; ops and selection go by the name, so make the two agree"
         )
     check_parts(cls)
     from attnbackend.ops.generate import define_backend_ops
@@ -253,31 +340,32 @@ def _adopt(name: str, cls: Any) -> None:
 
 
 def register_backend(
-    name: str | _BackendMember | None = None, class_path: str | None = None, *, override: bool = False
-) -> Callable[[B], B]:  # fmt: skip
-    """Registers a backend class, as a decorator or by dotted path.
+    name: BackendName | None = None, class_path: str | None = None, *, override: bool = False
+) -> Callable[[B], B]:
+    """Registers a backend class, as a decorator or by path.
 
     As a decorator, ``@register_backend()`` takes the class's own name. By path,
-    ``register_backend("MY_ATTN", "my_package.attn.MyBackend")`` imports nothing until the backend is wanted.
-    A built-in member may be given another class; `clear_override` gives it back its own.
+    ``register_backend("MY_ATTN", "my_package.attn.MyBackend")`` imports nothing until the backend
+    is wanted. A built-in member may be given another class; `clear_override` gives it back its own.
 
     Args:
-        name: the backend's name; any string, or a member of one of the enums.
+        name: the backend's name, of letters, digits, "_", "." and "-", or a member of an enum.
         class_path: ``package.module.Class``; None when used as a decorator.
-        override: replace an earlier registration of a third-party name.
+        override: replace an earlier registration of the name.
 
     Raises:
-        ValueError: the name is registered already and ``override`` is False, or the path has no dot.
+        ValueError: the name is registered already and ``override`` is False, it differs from
+            another in case alone, or the path has no dot.
         TypeError: the class is not a complete backend of that name.
     """
-    key = name.key if isinstance(name, _BackendMember) else name
+    if isinstance(name, type):
+        raise TypeError("write @register_backend() with parentheses")
+    key = None if name is None else backend_key(name)
     if class_path is not None:
         _register_path(key, class_path, override)
-    elif isinstance(key, type):
-        raise TypeError("write @register_backend() with parentheses")
 
     def decorate(cls: B) -> B:
-        own = key if key is not None else cls.get_name()
+        own = _own_name(cls) if key is None else key
         _check_free(own, override)
         _adopt(own, cls)
         _STATE.entries[own] = _Entry(f"{cls.__module__}.{cls.__qualname__}", cls)
@@ -287,8 +375,14 @@ def register_backend(
     return decorate
 
 
+def _own_name(cls: Any) -> str:
+    if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
+        raise TypeError(f"{cls!r} is not a subclass of AttentionBackend")
+    return cls.get_name()
+
+
 def _register_path(name: str | None, path: str, override: bool) -> None:
-    if name is None or "." not in path:
+    if name is None or not path.replace(":", ".").rpartition(".")[0]:
         raise ValueError(
             f"register_backend(name={name!r}, class_path={path!r}): give a name and a path such as "
             "'my_package.module.MyBackend'"
@@ -299,21 +393,28 @@ def _register_path(name: str | None, path: str, override: bool) -> None:
 
 
 def _check_free(name: str, override: bool) -> None:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"backend name {name!r} is not letters, digits, '_', '.' and '-'")
     taken = _entries().get(name)
     if taken is not None and not override:
         raise ValueError(
-            f"attention backend {name!r} is registered already as {taken.path}; pass override=True to "
-            "replace it, or clear_override() first"
+            f"attention backend {name!r} is registered already as {taken.path}; pass override=True "
+            "to replace it, or clear_override() first"
+        )
+    if (other := _other_case(name)) is not None:
+        raise ValueError(
+            f"backend name {name!r} differs from {other!r} in case alone, which the environment "
+            "variable ATTNBACKEND could not tell apart; take another name"
         )
 
 
-def clear_override(name: str | _BackendMember) -> None:
+def clear_override(name: BackendName) -> None:
     """Forgets a registration: a built-in name gets its own class back, another name is gone.
 
     Raises:
         ValueError: nothing is registered under ``name``.
     """
-    key = name.key if isinstance(name, _BackendMember) else name
+    key = backend_key(name)
     if _entries().pop(key, None) is None:
         raise ValueError(f"nothing is registered under {key!r}")
     _changed()
@@ -321,7 +422,10 @@ def clear_override(name: str | _BackendMember) -> None:
 
 @contextmanager
 def registry_scope() -> Iterator[None]:
-    """Restores the registry when the ``with`` block ends; for tests."""
+    """Restores registrations and overrides when the ``with`` block ends; for tests.
+
+    The generation moves on rather than back, so that nothing cached inside the block stays valid.
+    """
     saved = dict(_entries())
     try:
         yield

@@ -1,31 +1,51 @@
-"""Choice of a backend: a pure function of a configuration, the platform, who forces what, and the registry."""
+"""Choice of a backend: a pure function of configuration, platform, forced name and registry."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from attnbackend._torch_compat import outside_fake_mode
 from attnbackend.backend import AttentionBackend
-from attnbackend.config import forced_backend
+from attnbackend.config import ForcedBackend, forced_backend
 from attnbackend.platforms import Platform, backend_priorities, current_platform
 from attnbackend.registry import (
-    _BackendMember,
+    BackendName,
+    any_case_name,
+    backend_key,
     backend_names,
     is_implemented,
     registry_generation,
+    require_implemented,
     resolve_backend,
 )
-from attnbackend.types import AttentionType, KVCacheLayout, Reason
+from attnbackend.types import AttentionType, KVCacheLayout, Reason, Unavailable, describe
 
-__all__ = ["AttentionSelectorConfig", "Selection", "backend_reasons", "get_attn_backend", "select_backend"]
+__all__ = [
+    "AttentionSelectorConfig",
+    "Selection",
+    "Verdict",
+    "backend_reasons",
+    "backend_verdict",
+    "forced_for",
+    "get_attn_backend",
+    "priorities_for",
+    "select_backend",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSelectorConfig:
-    """Everything that a choice depends on. No field has a default: leaving one out would hide a choice."""
+    """Everything that a choice depends on. No field has a default: it would hide a choice.
+
+    Raises:
+        ValueError: a size that is not positive, or another value that no backend could serve.
+        TypeError: ``dtype`` is not a torch.dtype.
+    """
 
     device_type: str
     compute_capability: tuple[int, int] | None
@@ -52,24 +72,67 @@ class AttentionSelectorConfig:
     use_mla: bool
     use_sparse: bool
 
-    @classmethod
-    def dense(cls, **fields: object) -> AttentionSelectorConfig:
-        """A plain causal decoder layer on the present platform, with the named fields changed.
+    def __post_init__(self) -> None:
+        for name in ("head_size", "num_heads", "num_kv_heads", "block_size", "sliding_window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if not 0.0 <= self.logits_soft_cap < math.inf:
+            raise ValueError(
+                f"logits_soft_cap={self.logits_soft_cap} must be a positive number, or 0 for none"
+            )
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype={self.dtype!r} must be a torch.dtype, such as torch.bfloat16")
+        object.__setattr__(self, "attn_type", AttentionType(self.attn_type))
+        if self.kv_cache_layout is not None:
+            object.__setattr__(self, "kv_cache_layout", KVCacheLayout(self.kv_cache_layout))
 
-        ``device_type``, ``head_size``, ``num_heads``, ``num_kv_heads`` and ``dtype`` have no default here
-        either; every other field starts as "not asked for".
-        """
-        plain: dict[str, object] = {
-            "kv_cache_dtype": "auto", "block_size": None, "kv_cache_layout": None,
-            "attn_type": AttentionType.DECODER, "causal": True, "sliding_window": None,
-            "logits_soft_cap": 0.0, "has_alibi": False, "has_sinks": False, "needs_lse": False,
-            "has_query_scale": False, "has_output_scale": False, "has_output_block_scale": False,
-            "per_head_quant_scales": False, "use_mla": False, "use_sparse": False,
-        }  # fmt: skip
-        if "compute_capability" not in fields:
-            device_type = str(fields.get("device_type"))
-            plain["compute_capability"] = current_platform(device_type).compute_capability
-        return cls(**{**plain, **fields})  # type: ignore[arg-type]
+    @classmethod
+    def dense(
+        cls,
+        *,
+        device_type: str,
+        head_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        dtype: torch.dtype,
+        compute_capability: tuple[int, int] | Literal["detect"] | None = "detect",
+        kv_cache_dtype: str = "auto",
+        block_size: int | None = None,
+        kv_cache_layout: KVCacheLayout | None = None,
+        attn_type: AttentionType = AttentionType.DECODER,
+        causal: bool = True,
+        sliding_window: int | None = None,
+        logits_soft_cap: float = 0.0,
+        has_alibi: bool = False,
+        has_sinks: bool = False,
+        needs_lse: bool = False,
+        has_query_scale: bool = False,
+        has_output_scale: bool = False,
+        has_output_block_scale: bool = False,
+        per_head_quant_scales: bool = False,
+        use_mla: bool = False,
+        use_sparse: bool = False,
+    ) -> AttentionSelectorConfig:
+        """A plain causal decoder layer on the present platform, with the named fields changed."""
+        fields: dict[str, Any] = {k: v for k, v in locals().items() if k != "cls"}
+        if compute_capability == "detect":
+            fields["compute_capability"] = current_platform(device_type).compute_capability
+        return cls(**fields)
+
+    def __str__(self) -> str:
+        """Fields that say something: what is not asked for is left out."""
+        shown = {
+            name: value
+            for name, value in vars(self).items()
+            if value not in (None, False, 0.0) and (name, value) not in _UNREMARKABLE
+        }
+        if not self.causal:
+            shown["causal"] = False
+        return " ".join(f"{name}={describe(value)}" for name, value in shown.items())
+
+
+_UNREMARKABLE = {("causal", True), ("attn_type", AttentionType.DECODER), ("kv_cache_dtype", "auto")}
 
 
 @dataclass(frozen=True)
@@ -81,73 +144,125 @@ class Selection:
     because: str
 
 
+NOT_IMPLEMENTED = Unavailable(value="not implemented", allowed="a class registered under the name")
+
+
+class Verdict(NamedTuple):
+    """What stands against a backend for a configuration; nothing in either part: it serves."""
+
+    constraints: tuple[Reason, ...]
+    """Claims that the configuration does not meet; empty too when the class cannot be imported."""
+    unavailable: Unavailable | None
+    """Why the kernels cannot run here, whatever the configuration."""
+
+
 def get_attn_backend(
-    config: AttentionSelectorConfig, *, backend: str | _BackendMember | None = None
+    config: AttentionSelectorConfig, *, backend: BackendName | None = None
 ) -> type[AttentionBackend]:
     """The backend that serves ``config``; see `select_backend`."""
     return select_backend(config, backend=backend).backend
 
 
 def select_backend(
-    config: AttentionSelectorConfig, *, backend: str | _BackendMember | None = None
+    config: AttentionSelectorConfig, *, backend: BackendName | None = None
 ) -> Selection:
     """The backend that serves ``config``, with the reason for the choice.
 
-    A backend named here stands above one named by `set_config`, which stands above ``ATTNBACKEND``. Results
-    are cached on all that they depend on: a changed environment or registry takes effect at once.
+    A backend named here stands above one named by `set_config`, which stands above ``ATTNBACKEND``.
+    Results are cached on configuration, forced name, and the registry's generation: a changed
+    environment or registry takes effect at once. What probes found is kept while the registry stays.
 
     Raises:
         ValueError: the named backend is unknown or cannot serve, or none can; reasons carry values.
     """
-    name = backend.key if isinstance(backend, _BackendMember) else backend
-    forced = (name, "the caller") if name is not None else forced_backend()
     is_rocm = torch.version.hip is not None
-    return _select(config, is_rocm, forced, registry_generation())
+    return _select(config, is_rocm, forced_for(backend), registry_generation())
+
+
+def forced_for(backend: BackendName | None) -> ForcedBackend | None:
+    """The backend that is forced, and by whom, when a caller asks for ``backend``; None: none is."""
+    if backend is not None:
+        return ForcedBackend(backend_key(backend), "the caller")
+    return forced_backend()
+
+
+def priorities_for(
+    config: AttentionSelectorConfig, *, is_rocm: bool | None = None
+) -> tuple[str, ...]:
+    """Names in the order in which they are tried; ``is_rocm`` None: as torch was built."""
+    rocm = torch.version.hip is not None if is_rocm is None else is_rocm
+    platform = Platform(config.device_type, config.compute_capability, rocm)
+    return backend_priorities(platform, use_mla=config.use_mla)
 
 
 @lru_cache(maxsize=4096)
 def _select(
-    config: AttentionSelectorConfig, is_rocm: bool, forced: tuple[str, str] | None, generation: int
+    config: AttentionSelectorConfig, is_rocm: bool, forced: ForcedBackend | None, generation: int
 ) -> Selection:
     if forced is not None:
-        return _select_named(config, *forced)
-    platform = Platform(config.device_type, config.compute_capability, is_rocm)
+        return _select_forced(config, forced)
     refused: dict[str, list[Reason]] = {}
-    for name in backend_priorities(platform, use_mla=config.use_mla):
+    for name in priorities_for(config, is_rocm=is_rocm):
         reasons = backend_reasons(name, config)
         if not reasons:
-            place = f"first of {len(refused) + 1} tried in the order for {config.device_type}"
-            return Selection(name, resolve_backend(name), place)
+            return Selection(name, resolve_backend(name), _because_first(config, list(refused)))
         refused[name] = reasons
-    tried = "".join(f"\n  {name}: {'; '.join(map(str, rs))}" for name, rs in refused.items())
-    raise ValueError(f"no attention backend can serve {config}. Tried:{tried or ' none'}")
+    tried = "".join(f"\n  {name}: {'; '.join(map(str, why))}" for name, why in refused.items())
+    nothing = f"\n  none, since no order is known for device_type={config.device_type!r}"
+    raise ValueError(
+        f"no attention backend can serve {config}. Tried:{tried or nothing}\n"
+        "Change what is asked for, or name a backend of your own."
+    )
 
 
-def _select_named(config: AttentionSelectorConfig, name: str, by: str) -> Selection:
+def _because_first(config: AttentionSelectorConfig, refused: list[str]) -> str:
+    behind = f"; {', '.join(refused)} cannot serve" if refused else ""
+    return f"the first that can serve in the order for {config.device_type}{behind}"
+
+
+def _select_forced(config: AttentionSelectorConfig, forced: ForcedBackend) -> Selection:
+    named = f"backend {forced.name!r}, named by {forced.by}"
     try:
-        cls = resolve_backend(name)
+        name = any_case_name(forced.name) if forced.any_case else forced.name
+        require_implemented(name)
     except ValueError as error:
-        raise ValueError(f"backend {name!r}, named by {by}: {error}") from None
-    reasons = backend_reasons(name, config)
-    if reasons:
+        raise ValueError(f"{named}: {error}") from None
+    if reasons := backend_reasons(name, config):
         listed = "".join(f"\n  {reason}" for reason in reasons)
-        raise ValueError(f"backend {name!r}, named by {by}, cannot serve this configuration:{listed}")
-    return Selection(name, cls, f"named by {by}")
+        raise ValueError(f"{named}, cannot serve {config}:{listed}")
+    return Selection(name, resolve_backend(name), f"named by {forced.by}")
 
 
 def backend_reasons(name: str, config: AttentionSelectorConfig) -> list[Reason]:
-    """Why ``name`` cannot serve ``config``: constraints first, then whether its kernels run here at all.
+    """Why ``name`` cannot serve ``config``: constraints first, then whether its kernels run here.
 
-    ImportError and OSError while importing or probing are a reason; other exceptions propagate, since they
-    are faults of the backend.
+    Raises:
+        ValueError: an unknown name.
+    """
+    verdict = backend_verdict(name, config)
+    return [*verdict.constraints, *([verdict.unavailable] if verdict.unavailable else [])]
+
+
+def backend_verdict(name: str, config: AttentionSelectorConfig) -> Verdict:
+    """As `backend_reasons`, with constraints and availability apart.
+
+    ImportError and OSError while importing or probing are a reason; other exceptions propagate,
+    since they are faults of the backend.
     """
     if name in backend_names() and not is_implemented(name):
-        return [Reason("probe", "not implemented", "a registered class")]
-    try:
-        cls = resolve_backend(name)
-        with outside_fake_mode():
-            probe = cls.unavailable_reason(config.device_type)
-    except (ImportError, OSError) as error:
-        return [Reason("probe", f"{type(error).__name__}: {error}", "an importable backend")]
-    reasons = cls.validate_configuration(config)
-    return [*reasons, Reason("probe", probe, "a working installation")] if probe else reasons
+        return Verdict((), NOT_IMPLEMENTED)
+    with outside_fake_mode():
+        try:
+            cls = resolve_backend(name)
+        except (ImportError, OSError) as error:
+            return Verdict((), Unavailable(value=_cause(error), allowed="an importable class"))
+        constraints = tuple(cls.validate_configuration(config))
+        try:
+            found = cls.unavailable_reason(config.device_type)
+        except (ImportError, OSError) as error:
+            found = _cause(error)
+    return Verdict(constraints, Unavailable(value=found) if found else None)
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

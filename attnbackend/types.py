@@ -13,6 +13,8 @@ __all__ = [
     "LSEBase",
     "MultipleOf",
     "Reason",
+    "Unavailable",
+    "describe",
 ]
 
 
@@ -26,7 +28,7 @@ class AttentionType(enum.StrEnum):
 
 
 class AttentionCGSupport(enum.IntEnum):
-    """How much of a backend's work a CUDA graph can hold. Ordered: a larger value includes the smaller."""
+    """How much of a backend's work a CUDA graph can hold; a larger value includes the smaller."""
 
     NEVER = 0
     """Attention runs between graphs."""
@@ -48,7 +50,7 @@ class KVCacheLayout(enum.StrEnum):
 
 
 class LSEBase(enum.StrEnum):
-    """Base of the logarithm that a kernel's softmax LSE is in; what leaves an op is always natural."""
+    """Logarithm that a kernel's softmax LSE is in; what leaves an op is always natural."""
 
     E = "e"
     TWO = "2"
@@ -56,11 +58,21 @@ class LSEBase(enum.StrEnum):
 
 @dataclass(frozen=True)
 class MultipleOf:
-    """Any positive multiple of ``base``, optionally within ``[low, high]``."""
+    """Any positive multiple of ``base``, optionally within ``[low, high]``.
+
+    Raises:
+        ValueError: ``base`` is not positive, or no multiple lies between the limits.
+    """
 
     base: int
     low: int | None = None
     high: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.base < 1:
+            raise ValueError(f"base={self.base} has no multiples; it must be at least 1")
+        if self.high is not None and self.at_least(1) > self.high:
+            raise ValueError(f"no multiple of {self.base} lies in {self.low or 1}..{self.high}")
 
     def __contains__(self, value: object) -> bool:
         return (
@@ -71,6 +83,16 @@ class MultipleOf:
             and (self.high is None or value <= self.high)
         )
 
+    def at_least(self, value: int) -> int:
+        """The smallest multiple from ``value`` and ``low`` on; it may exceed ``high``."""
+        floor = max(value, self.low or 1, 1)
+        return -(-floor // self.base) * self.base
+
+    def at_most(self, value: int) -> int:
+        """The largest multiple up to ``value`` and ``high``; it may fall below ``low``."""
+        ceiling = value if self.high is None else min(value, self.high)
+        return ceiling // self.base * self.base
+
     def __str__(self) -> str:
         text = f"multiples of {self.base}"
         if self.low is not None:
@@ -80,18 +102,36 @@ class MultipleOf:
         return text
 
 
+def describe(value: object) -> str:
+    """A configuration's value as messages show it: ``bfloat16`` rather than ``torch.bfloat16``."""
+    return str(value).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why a backend cannot serve a configuration, in a form that people and programs can read."""
 
     field: str
-    """Name of the configuration's field at fault; "probe" where the backend itself is unavailable."""
+    """Name of the configuration's field at fault."""
     value: Any
     """What was asked for."""
     allowed: str
     """What would have been accepted."""
 
     def __str__(self) -> str:
-        if self.field == "probe":
-            return f"unavailable: {self.value}"
-        return f"{self.field}={self.value} (allowed: {self.allowed})"
+        return f"{self.field}={describe(self.value)} (allowed: {self.allowed})"
+
+
+@dataclass(frozen=True)
+class Unavailable(Reason):
+    """Why a backend cannot run here whatever the configuration: its field is "probe".
+
+    ``value`` is what the probe found and ``allowed`` what it takes.
+    """
+
+    field: str = "probe"
+    value: Any = "no cause given"
+    allowed: str = "a working installation"
+
+    def __str__(self) -> str:
+        return f"unavailable: {self.value} (needs {self.allowed})"

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+
 from attnbackend.runtime import EngineCore, PreparedBatch, SamplingParams
 from attnbackend.runtime.block_allocator import BlockAllocator
+from attnbackend.runtime.detokenizer import Tokenizer
 from attnbackend.runtime.request import Request, RequestStatus
-from torch import Tensor
 
 POISON = -777
 
@@ -45,6 +47,7 @@ class ToyRunner:
 
     def execute(self, batch: PreparedBatch) -> Tensor:
         self.num_steps += 1
+        self._check_padding(batch)
         self._write(batch)
         rows = [self._logits(batch, row) for row in batch.sampled_rows]
         assert batch.logits_indices[: batch.num_sampled].tolist() == [
@@ -57,14 +60,20 @@ class ToyRunner:
             for slot in range(block * self.block_size, (block + 1) * self.block_size):
                 self.tokens[slot] = self.positions[slot] = POISON
 
+    def _check_padding(self, batch: PreparedBatch) -> None:
+        num_reqs = batch.num_reqs
+        assert set(batch.seq_lens[num_reqs:].tolist()) <= {0}
+        assert set(batch.query_start_loc[num_reqs:].tolist()) == {batch.num_tokens}
+        assert not batch.block_table[num_reqs:].any()
+        assert not batch.logits_indices[batch.num_sampled :].any()
+
     def _write(self, batch: PreparedBatch) -> None:
-        for token in range(len(batch.slot_mapping)):
-            slot = int(batch.slot_mapping[token])
+        ids, positions = batch.input_ids.tolist(), batch.positions.tolist()
+        for token, slot in enumerate(batch.slot_mapping.tolist()):
             assert (slot >= 0) == (token < batch.num_tokens), (token, slot)
             if slot >= 0:
                 assert slot >= self.block_size, f"slot {slot} is in the reserved block"
-                self.tokens[slot] = int(batch.input_ids[token])
-                self.positions[slot] = int(batch.positions[token])
+                self.tokens[slot], self.positions[slot] = ids[token], positions[token]
 
     def _logits(self, batch: PreparedBatch, row: int) -> Tensor:
         blocks = batch.block_table[row].tolist()
@@ -84,8 +93,18 @@ def greedy_reference(prompt: list[int], max_tokens: int, vocab_size: int = 50) -
     return token_ids[len(prompt) :]
 
 
-def toy_engine(runner: ToyRunner | None = None, tokenizer: object = None, **limits: int) -> EngineCore:
-    return EngineCore(runner or ToyRunner(), tokenizer, **limits)  # type: ignore[arg-type]
+def toy_engine(
+    runner: ToyRunner | None = None,
+    tokenizer: Tokenizer | None = None,
+    max_num_seqs: int = 64,
+    budget: int = 2048,
+) -> EngineCore:
+    return EngineCore(
+        runner or ToyRunner(),
+        tokenizer,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+    )
 
 
 @dataclass(frozen=True)
@@ -102,8 +121,9 @@ def random_jobs(seed: int, count: int, max_len: int = 60, vocab_size: int = 50) 
         prompt_len = rng.choice([1, 2, 4, 5, 8, rng.randrange(1, max_len // 2)])
         prompt = [rng.randrange(vocab_size) for _ in range(prompt_len)]
         max_tokens = rng.randrange(1, max_len - prompt_len + 1)
-        sampled = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": index}
-        params = SamplingParams(max_tokens=max_tokens, **(sampled if rng.random() < 0.5 else {}))
+        params = SamplingParams(max_tokens=max_tokens)
+        if rng.random() < 0.5:
+            params = replace(params, temperature=0.8, top_k=20, top_p=0.9, seed=index)
         jobs.append(Job(prompt, params, rng.randrange(0, 12)))
     return jobs
 

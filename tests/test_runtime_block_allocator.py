@@ -4,6 +4,7 @@ import random
 import time
 
 import pytest
+
 from attnbackend.runtime import BlockAllocator
 
 
@@ -38,7 +39,7 @@ def test_double_free_is_refused() -> None:
 
 @pytest.mark.parametrize("foreign", [0, -1, 4])
 def test_ids_that_were_never_handed_out_are_refused(foreign: int) -> None:
-    with pytest.raises(AssertionError, match="not one of 1..3"):
+    with pytest.raises(AssertionError, match=r"not one of 1\.\.3"):
         BlockAllocator(4).free([foreign])
 
 

@@ -5,10 +5,11 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
+
 from attnbackend.runtime import SamplingParams
 from attnbackend.runtime.random_draws import draw_key, uniform_draws
 from attnbackend.runtime.sampler import INVALID_TOKEN, Draw, filter_logits, sample_tokens
-from torch import Tensor
 
 GREEDY = SamplingParams()
 RANDOM = SamplingParams(temperature=1.0)
@@ -22,10 +23,11 @@ def kept_slowly(logits: list[float], params: SamplingParams) -> set[int]:
     weight = {t: math.exp((logits[t] - max(logits)) / params.temperature) for t in kept}
     total = math.fsum(weight.values())
 
-    def mass_above(token: int) -> float:
-        return math.fsum(weight[u] for u in kept if logits[u] > logits[token]) / total
+    def mass_above(logit: float) -> float:
+        return math.fsum(weight[u] for u in kept if logits[u] > logit) / total
 
-    return {t for t in kept if params.top_p == 1 or mass_above(t) < params.top_p}
+    mass = {logit: mass_above(logit) for logit in {logits[t] for t in kept}}
+    return {t for t in kept if params.top_p == 1 or mass[logits[t]] < params.top_p}
 
 
 def kept_set(logits: Tensor) -> set[int]:
@@ -54,16 +56,19 @@ def test_kept_sets_equal_a_slow_independent_reading(dtype: torch.dtype, has_ties
         found = filter_logits(logits, params)
         assert torch.equal(logits, before), "the caller's logits were changed"
         for row in range(6):
-            assert kept_set(found[row]) == kept_slowly(logits[row].tolist(), params[row]), params[row]
+            assert kept_set(found[row]) == kept_slowly(logits[row].tolist(), params[row]), params[
+                row
+            ]
             kept = found[row] > -torch.inf
             assert torch.equal(found[row][kept], logits[row][kept])
 
 
 def test_ties_at_the_limit_of_top_k_and_top_p_are_kept_together() -> None:
-    logits = torch.tensor([[1.0, 3.0, 1.0, 1.0]])
-    assert kept_set(filter_logits(logits, [SamplingParams(temperature=1, top_k=2)])[0]) == {0, 1, 2, 3}
-    logits = torch.tensor([[0.0, 0.0, -9.0]])
-    assert kept_set(filter_logits(logits, [SamplingParams(temperature=1, top_p=0.1)])[0]) == {0, 1}
+    top_k, top_p = SamplingParams(temperature=1, top_k=2), SamplingParams(temperature=1, top_p=0.1)
+    found = filter_logits(torch.tensor([[1.0, 3.0, 1.0, -9.0]] * 2), [top_k, top_p])
+    assert [kept_set(row) for row in found] == [{0, 1, 2}, {1}]
+    found = filter_logits(torch.tensor([[0.0, 0.0, -9.0]]), [top_p])
+    assert kept_set(found[0]) == {0, 1}
 
 
 def test_the_likeliest_token_survives_the_smallest_top_p() -> None:
@@ -81,7 +86,11 @@ def test_no_rows_give_no_tokens() -> None:
     assert sample_tokens(torch.empty(0, 9), []) == []
 
 
-@pytest.mark.parametrize("params", [GREEDY, RANDOM, SamplingParams(temperature=2, top_k=3, top_p=0.5)])
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, RANDOM, SamplingParams(temperature=2, top_k=3, top_p=0.5)],
+    ids=["greedy", "random", "filtered"],
+)
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "inf"])
 def test_unusable_rows_are_marked_and_others_go_on(params: SamplingParams, bad: float) -> None:
     logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
@@ -139,9 +148,10 @@ def test_uniform_draws_are_the_published_splitmix64_stream() -> None:
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     key = -5
     found = uniform_draws(torch.tensor([0, key]), 3)
-    assert found[0].tolist() == [((bits >> 12) + 0.5) * 2.0**-52 for bits in published]
-    bits = [splitmix64((key + 0x9E3779B97F4A7C15 * (i + 1)) % 2**64) for i in range(3)]
-    assert found[1].tolist() == [((b >> 12) + 0.5) * 2.0**-52 for b in bits]
+    own = [splitmix64((key + 0x9E3779B97F4A7C15 * (i + 1)) % 2**64) for i in range(3)]
+    for row, stream in enumerate([published, own]):
+        expected = torch.tensor([bits / 2**64 for bits in stream], dtype=torch.float64)
+        assert torch.allclose(found[row].double(), expected, rtol=2**-23, atol=2**-52)
 
 
 def test_uniform_draws_lie_strictly_inside_the_unit_interval() -> None:
@@ -149,6 +159,19 @@ def test_uniform_draws_lie_strictly_inside_the_unit_interval() -> None:
     assert float(draws.min()) > 0
     assert float(draws.max()) < 1
     assert abs(float(draws.mean()) - 0.5) < 5 * (1 / 12 / draws.numel()) ** 0.5
+
+
+def test_the_nucleus_is_exact_where_it_is_larger_than_the_first_look() -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(3, 1400, generator=generator) * torch.tensor([[0.0], [0.01], [6.0]])
+    params = [SamplingParams(temperature=1.0, top_p=0.9) for _ in range(3)]
+    found = filter_logits(logits, params)
+    sizes = [len(kept_set(row)) for row in found]
+    assert sizes[0] == 1400
+    assert 1200 < sizes[1] < 1300
+    assert sizes[2] < 100
+    for row in range(3):
+        assert kept_set(found[row]) == kept_slowly(logits[row].tolist(), params[row])
 
 
 @pytest.mark.parametrize(

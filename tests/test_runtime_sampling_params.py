@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+
 from attnbackend.runtime import SamplingParams
 
 

@@ -7,6 +7,8 @@ mutants, to show what they let pass.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ from torch import Tensor
 from attnbackend.testing import (
     AttentionCase,
     PagedBatch,
-    assert_attention_within_rule,
+    RuleReport,
     assert_within_rule,
     expected_attention,
     make_batch,
@@ -35,14 +37,14 @@ BASE = AttentionCase(
     head_size=128,
 )
 WINDOWED = replace(BASE, sliding_window=512)
-SEEDS = range(3)
+SEEDS = range(2)
 
 
 @dataclass(frozen=True)
 class Call:
     """Arguments of the reference, to be changed by a mutant."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Any]
     features: dict[str, Any]
 
     @classmethod
@@ -82,6 +84,10 @@ def one_stale_page(call: Call) -> None:
     call.tensors["block_table"][0, 40] = call.tensors["block_table"][0, 41]
 
 
+def stale_page_of_the_long_request(call: Call) -> None:
+    call.tensors["block_table"][1, 40] = call.tensors["block_table"][1, 41]
+
+
 def kv_heads_swapped(call: Call) -> None:
     call.tensors["kv_cache"] = call.tensors["kv_cache"].flip(3)
 
@@ -103,6 +109,7 @@ def alibi_ignored(call: Call) -> None:
     call.features["alibi_slopes"] = None
 
 
+Mutant = Callable[[Call], None]
 UNIT_NORMAL: list[tuple[AttentionCase, Mutant]] = [
     (BASE, newest_key_missing),
     (BASE, scale_wrong_by_one_percent),
@@ -133,28 +140,47 @@ def name_of(value: object) -> str:
     return getattr(value, "__name__", str(value))
 
 
-def filled_by(mutant: Mutant, case: AttentionCase) -> PagedBatch:
-    """The batch with output and LSE as the mutant leaves them."""
-    batch = make_batch(case)
-    call = Call.of(batch)
+@functools.cache
+def batch_of(case: AttentionCase) -> PagedBatch:
+    return make_batch(case)
+
+
+@functools.cache
+def answers(case: AttentionCase) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(exact, yardstick), each (output, lse)"""
+    return expected_attention(batch_of(case)), yardstick_attention(batch_of(case))
+
+
+def result_of(mutant: Mutant, case: AttentionCase) -> tuple[Tensor, Tensor]:
+    """Output and LSE of the mutant, in the dtypes that an op writes."""
+    call = Call.of(batch_of(case))
     mutant(call)
     output, lse = call.run()
-    batch.output.copy_(output)
-    assert batch.lse is not None
-    batch.lse.copy_(lse)
-    return batch
+    return output.to(case.dtype), lse.float()
 
 
-def output_error(batch: PagedBatch) -> float:
-    return float((batch.output - expected_attention(batch)[0]).abs().max())
+def judge(
+    result: tuple[Tensor, Tensor], case: AttentionCase, by: Literal["tensor", "row"] = "tensor"
+) -> list[RuleReport]:
+    return [
+        assert_within_rule(got, exact, yardstick, what=what, by=by)
+        for what, got, exact, yardstick in zip(
+            ("output", "lse"), result, *answers(case), strict=True
+        )
+    ]
+
+
+def output_error(result: tuple[Tensor, Tensor], case: AttentionCase) -> float:
+    return float((result[0] - answers(case)[0][0]).abs().max())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("case", "mutant"), UNIT_NORMAL, ids=name_of)
 def test_the_rule_rejects_every_mutant(case: AttentionCase, mutant: Mutant, seed: int) -> None:
-    batch = filled_by(mutant, replace(case, seed=seed))
+    seeded = replace(case, seed=seed)
+    result = result_of(mutant, seeded)
     with pytest.raises(AssertionError, match="ratio"):
-        assert_attention_within_rule(batch)
+        judge(result, seeded)
 
 
 @pytest.mark.parametrize("by", ["tensor", "row"])
@@ -166,26 +192,26 @@ def test_the_rule_rejects_every_mutant(case: AttentionCase, mutant: Mutant, seed
 def test_the_rule_accepts_the_honest_result(
     case: AttentionCase, by: Literal["tensor", "row"]
 ) -> None:
-    reports = assert_attention_within_rule(filled_by(honest, case), by=by)
-    assert [report.what for report in reports] == ["output", "lse"]
-    assert reports[0].ratio < 0.3
+    output, lse = judge(result_of(honest, case), case, by)
+    assert output.ratio < 0.3
+    assert lse.ratio < 0.01
 
 
 @pytest.mark.parametrize(("case", "mutant"), PROBING, ids=name_of)
 def test_probing_inputs_make_a_mutant_obvious_in_the_output(
     case: AttentionCase, mutant: Mutant
 ) -> None:
-    batch = filled_by(mutant, case)
-    assert output_error(batch) > 0.1
+    result = result_of(mutant, case)
+    assert output_error(result, case) > 0.1
     with pytest.raises(AssertionError, match=r"^output: .* ratio [0-9]{2,}"):
-        assert_attention_within_rule(batch)
+        judge(result, case)
 
 
 def test_unit_normal_outputs_cannot_show_an_ignored_soft_cap() -> None:
     """Why the probing inputs exist; should this fail, say so in the rule's documentation."""
-    batch = filled_by(soft_cap_ignored, CAPPED)
-    exact, yardstick = expected_attention(batch)[0], yardstick_attention(batch)[0]
-    assert assert_within_rule(batch.output, exact, yardstick).ratio < 0.7
+    exact, yardstick = answers(CAPPED)
+    output, _ = result_of(soft_cap_ignored, CAPPED)
+    assert assert_within_rule(output, exact[0], yardstick[0]).ratio < 0.7
 
 
 @pytest.mark.parametrize(
@@ -201,17 +227,14 @@ def test_unit_normal_outputs_cannot_show_an_ignored_soft_cap() -> None:
 def test_flat_tolerances_let_the_mutant_pass(
     flat: float, case: AttentionCase, mutant: Mutant
 ) -> None:
-    assert output_error(filled_by(mutant, case)) < flat
+    assert output_error(result_of(mutant, case), case) < flat
 
 
 def test_rows_of_few_keys_hide_a_fault_in_long_rows_unless_judged_alone() -> None:
-    batch = make_batch(MIXED)
-    call = Call.of(batch)
-    one_stale_page(call)
-    last_table = call.tensors["block_table"]
-    last_table[1, 40] = last_table[1, 41]
-    exact, yardstick = expected_attention(batch)[0], yardstick_attention(batch)[0]
-    faulty = exact + (call.run()[0] - exact) * 0.25
-    assert_within_rule(faulty.bfloat16(), exact, yardstick)
+    (exact, _), (yardstick, _) = answers(MIXED)
+    faulty, _ = result_of(stale_page_of_the_long_request, MIXED)
+    # A quarter of the fault: as small as the tolerance that the short rows bring.
+    mild = (exact + (faulty - exact) * 0.25).bfloat16()
+    assert_within_rule(mild, exact, yardstick)
     with pytest.raises(AssertionError, match=r"at \[4, "):
-        assert_within_rule(faulty.bfloat16(), exact, yardstick, by="row")
+        assert_within_rule(mild, exact, yardstick, by="row")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ NAN = float("nan")
 
 def one_request(
     q: list[float], k: list[float], v: list[float], cache_dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """One head of size 1, one key a page, pages in reverse order after a NaN block 0."""
     cache = torch.full((len(k) + 1, 2, 1, 1, 1), NAN).to(cache_dtype)
     blocks = list(range(len(k), 0, -1))
@@ -36,8 +37,8 @@ def one_request(
     }
 
 
-def outputs(arguments: dict[str, Tensor], **features: object) -> list[float]:
-    out, _ = reference_attention(**arguments, scale=1.0, **features)  # type: ignore[arg-type]
+def outputs(arguments: dict[str, Any], **features: Any) -> list[float]:
+    out, _ = reference_attention(**arguments, scale=1.0, **features)
     return out.flatten().tolist()
 
 
@@ -183,10 +184,10 @@ def test_plain_torch_attention_keeps_the_query_dtype_and_is_less_exact() -> None
         ({"sliding_window": 0}, "it is at least 1, got 0"),
     ],
 )
-def test_contradicting_arguments_are_refused(change: dict[str, object], message: str) -> None:
+def test_contradicting_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     arguments = one_request([1.0], [0.0, 0.0], [1.0, 2.0]) | change
     with pytest.raises(ValueError, match=message):
-        reference_attention(**arguments, scale=1.0)  # type: ignore[arg-type]
+        reference_attention(**arguments, scale=1.0)
 
 
 def test_an_unknown_feature_is_a_type_error() -> None:
@@ -207,6 +208,20 @@ def test_a_write_rounds_to_even_saturates_and_leaves_the_rest_alone() -> None:
     assert (stored[1, :, 1].tolist(), stored[2, :, 0].tolist()) == ([16.0, 1.0], [448.0, -448.0])
     assert int(stored.isfinite().sum()) == 4
     assert cache.to(torch.float32).isnan().all(), "the argument was written"
+
+
+@pytest.mark.parametrize(
+    ("format_", "largest"),
+    [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0), (torch.float16, 65504.0)],
+)
+def test_a_write_saturates_at_the_largest_finite_value(
+    format_: torch.dtype, largest: float
+) -> None:
+    """A plain conversion gives infinity in the last two."""
+    cache = torch.zeros(1, 2, 1, 1, 1).to(format_)
+    huge = torch.full((1, 1, 1), 1e6)
+    updated = reference_kv_cache_update(huge, -huge, cache, torch.tensor([0]))
+    assert updated.float().flatten().tolist() == [largest, -largest]
 
 
 def test_a_write_divides_by_the_scale_of_each_head() -> None:

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnbackend.backend import AttentionBackend
+from attnbackend.backends.standard import StandardCacheBackend
 from attnbackend.impl import AttentionImpl, OptionalTensors
 from attnbackend.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
-from attnbackend.types import KVCacheLayout, LSEBase, MultipleOf
+from attnbackend.types import LSEBase, MultipleOf
 
 __all__ = ["TorchSDPABackend", "TorchSDPAImpl", "TorchSDPAMetadata", "TorchSDPAMetadataBuilder"]
 
@@ -183,7 +183,7 @@ class TorchSDPAImpl(AttentionImpl):
         return visible if window is None else visible & (distance_NL > -window)
 
 
-class TorchSDPABackend(AttentionBackend):
+class TorchSDPABackend(StandardCacheBackend):
     """Any device, every feature; the default where nothing better is."""
 
     supported_dtypes = (torch.float32, torch.float16, torch.bfloat16)
@@ -191,7 +191,6 @@ class TorchSDPABackend(AttentionBackend):
     supported_head_sizes = (MultipleOf(1),)
     supported_block_sizes = (MultipleOf(1),)
     supported_device_types = ("cpu", "cuda", "xpu")
-    supported_layouts = (KVCacheLayout.NHD, KVCacheLayout.HND)
     lse_base = LSEBase.E
     supports_sliding_window = True
     supports_logits_soft_cap = True
@@ -211,9 +210,3 @@ class TorchSDPABackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[TorchSDPAMetadataBuilder]:
         return TorchSDPAMetadataBuilder
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        return (num_blocks, 2, block_size, num_kv_heads, head_size)

@@ -18,7 +18,7 @@ from attnbackend.backend import AttentionBackend, KVCacheDims
 from attnbackend.config import debug_checks_enabled, forced_backend
 from attnbackend.forward_context import get_forward_context
 from attnbackend.impl import AttentionImpl, AttentionParams, OptionalTensors
-from attnbackend.kv_cache import FullAttentionSpec, SlidingWindowSpec
+from attnbackend.kv_cache import spec_of
 from attnbackend.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnbackend.ops import checks
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
@@ -173,22 +173,12 @@ def _params(call: AttentionCall, dims: KVCacheDims) -> AttentionParams:
     )  # fmt: skip
 
 
-def _spec(params: AttentionParams) -> FullAttentionSpec | SlidingWindowSpec:
-    shared: dict[str, Any] = {
-        "block_size": params.block_size, "num_kv_heads": params.num_kv_heads,
-        "head_size": params.head_size, "dtype": params.dtype, "kv_cache_dtype": params.kv_cache_dtype,
-    }  # fmt: skip
-    if params.sliding_window is None:
-        return FullAttentionSpec(**shared)
-    return SlidingWindowSpec(sliding_window=params.sliding_window, **shared)
-
-
 def _bind_attention(name: str | None, call: AttentionCall) -> _BoundAttention:
     backend, dims = check_attention_call(name, call)
     params = _params(call, dims)
     impl = backend.get_impl_cls()(params)
     assert isinstance(impl, AttentionImpl)
-    builder = backend.get_builder_cls()(_spec(params), None, call.query.device)
+    builder = backend.get_builder_cls()(params, spec_of(params), None, call.query.device)
     return _BoundAttention(backend.get_name(), impl, dims, builder, backend.lse_base is LSEBase.TWO)
 
 

@@ -5,8 +5,8 @@ Shape suffixes: R rows of the batch, T tokens of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -59,7 +59,8 @@ class InputBatch:
         self.block_table = BlockTableBuffer(max_num_seqs, self.width, device)
         self._table = RequestTable(max_num_seqs, max_model_len, self.width)
         self._iota_T: IntArray = np.arange(max_num_tokens, dtype=np.int64)
-        self._uploaded = torch.cuda.Event() if device.type == "cuda" else None
+        make_event = cast("Callable[[], torch.cuda.Event]", torch.cuda.Event)
+        self._uploaded = make_event() if device.type == "cuda" else None
 
     def remove(self, request_id: str) -> None:
         """Forget a request that finished or was preempted; unknown ids are fine."""

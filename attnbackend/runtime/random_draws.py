@@ -17,7 +17,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _DRAW_BITS = 52
-"""One bit fewer than a float64's mantissa, so that adding a half is exact and never gives 1."""
+_LARGEST_BELOW_1 = 1 - 2.0**-24
 
 
 def _signed(value: int) -> int:
@@ -42,20 +42,24 @@ def _shift_right(bits: Tensor, amount: int) -> Tensor:
 
 
 def uniform_draws(keys_M: Tensor, vocab_size: int) -> Tensor:
-    """Uniform float64 [M, V] strictly between 0 and 1, one for each key (int64) and token id."""
+    """Uniform float32 [M, V] strictly between 0 and 1, one for each key (int64) and token id.
+
+    Small values have all the precision of a float32, down to 2**-53.
+    """
     steps_V = torch.arange(1, vocab_size + 1, device=keys_M.device) * _signed(_GOLDEN)
     bits_MV = keys_M[:, None] + steps_V
     bits_MV = (bits_MV ^ _shift_right(bits_MV, 30)).mul_(_signed(_MIX_1))
     bits_MV = (bits_MV ^ _shift_right(bits_MV, 27)).mul_(_signed(_MIX_2))
     bits_MV ^= _shift_right(bits_MV, 31)
-    draws_MV = _shift_right(bits_MV, 64 - _DRAW_BITS).to(torch.float64)
-    return draws_MV.add_(0.5).mul_(2.0**-_DRAW_BITS)
+    draws_MV = _shift_right(bits_MV, 64 - _DRAW_BITS).to(torch.float32)
+    return draws_MV.add_(0.5).mul_(2.0**-_DRAW_BITS).clamp_(max=_LARGEST_BELOW_1)
 
 
 def gumbel_draws(keys_M: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel float64 [M, V]: argmax(logits + draws) follows softmax(logits).
+    """Standard Gumbel float32 [M, V]: argmax(logits + draws) follows softmax(logits).
 
-    E. J. Gumbel, "Statistical Theory of Extreme Values", 1954. A draw of 24 bits takes its extreme
-    value once in 2**24, so one in 170 rows of 1e5 tokens would pick a token by that: hence float64.
+    E. J. Gumbel, "Statistical Theory of Extreme Values", 1954: -log(-log(1 - u)). What wins is
+    a small u, and log1p keeps its precision; -log(-log(u)) in float32 would give an infinite draw
+    once in 2**24, to one in 170 rows of 1e5 tokens.
     """
-    return uniform_draws(keys_M, vocab_size).log_().neg_().log_().neg_()
+    return uniform_draws(keys_M, vocab_size).neg_().log1p_().neg_().log_().neg_()

@@ -19,6 +19,10 @@ INVALID_TOKEN = -1
 """Stands for a row with no usable distribution: a NaN, a +inf, or no logit above -inf."""
 
 
+_FEW = 256
+"""Candidates that top_p looks at before it sorts the whole vocabulary."""
+
+
 class Draw(NamedTuple):
     """What decides one row besides its logits: token `output_index` of a request with `seed`."""
 
@@ -27,6 +31,7 @@ class Draw(NamedTuple):
     output_index: int
 
 
+@torch.inference_mode()
 def sample_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> list[int]:
     """Choose one token a row.
 
@@ -103,23 +108,35 @@ def _apply_top_k(logits_MV: Tensor, top_k: Sequence[int]) -> Tensor:
 
 
 def _apply_top_p(logits_PV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    sorted_PK = _sorted_candidates(logits_PV, params)
-    probs_PK = _scaled(sorted_PK, sorted_PK[:, 0], params).softmax(dim=-1)
-    before_PK = probs_PK.cumsum(dim=-1).roll(1, dims=-1)
-    before_PK[:, 0] = 0
     top_p_P1 = _column([p.top_p for p in params], torch.float64, logits_PV.device)
-    # Equal logits share a threshold, so the first of them speaks for all.
-    last_P1 = (before_PK < top_p_P1).sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0)
-    return logits_PV.masked_fill(logits_PV < sorted_PK.gather(1, last_P1), -torch.inf)
+    max_P = logits_PV.amax(dim=-1)
+    total_P1 = _scaled(logits_PV, max_P, params).exp_().sum(dim=-1, keepdim=True)
+    needed_P1 = top_p_P1 * total_P1
+    few_PK = logits_PV.topk(min(_FEW, logits_PV.shape[1]), dim=-1).values
+    threshold_P1, mass_P = _nucleus_limit(few_PK, needed_P1, max_P, params)
+    # Each row decides for itself whether a few candidates are enough, so that rows stay apart.
+    wide = (mass_P < needed_P1[:, 0]).nonzero()[:, 0]
+    if len(wide):
+        sorted_PK = logits_PV[wide].sort(dim=-1, descending=True).values
+        wide_params = [params[row] for row in wide.tolist()]
+        limit, _ = _nucleus_limit(sorted_PK, needed_P1[wide], max_P[wide], wide_params)
+        threshold_P1[wide] = limit
+    return logits_PV.masked_fill(logits_PV < threshold_P1, -torch.inf)
 
 
-def _sorted_candidates(logits_PV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Logits in descending order; only as many as top_k left, where it left few in every row."""
-    vocab_size = logits_PV.shape[1]
-    if any(not 0 < p.top_k < vocab_size for p in params):
-        return logits_PV.sort(dim=-1, descending=True).values
-    width = int((logits_PV > -torch.inf).sum(dim=-1).max())
-    return logits_PV.topk(max(width, 1), dim=-1).values
+def _nucleus_limit(
+    sorted_PK: Tensor, needed_P1: Tensor, max_P: Tensor, params: Sequence[SamplingParams]
+) -> tuple[Tensor, Tensor]:
+    """Smallest logit [P, 1] with less than `needed` weight before it, and all weight seen [P].
+
+    Equal logits share their value, so the first of them speaks for all.
+    """
+    weight_PK = _scaled(sorted_PK, max_P, params).exp_()
+    upto_PK = weight_PK.cumsum(dim=-1)
+    before_PK = upto_PK.roll(1, dims=-1)
+    before_PK[:, 0] = 0
+    last_P1 = (before_PK < needed_P1).sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0)
+    return sorted_PK.gather(1, last_P1), upto_PK[:, -1]
 
 
 def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

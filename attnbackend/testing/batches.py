@@ -76,7 +76,7 @@ def make_batch(case: AttentionCase, device: torch.device | str = "cpu") -> Paged
     plan = plan_pages(case, generator)
     k_scale, v_scale = (_scale_tensor(scale) for scale in (case.k_scale, case.v_scale))
     sequences = [_sequence(case, request, generator) for request in range(len(case.query_lens))]
-    buffer = poisoned_cache(case, plan.num_blocks, torch.device("cpu"))
+    buffer = poisoned_cache(case, plan.num_blocks)
     layer = case.num_layers // 2
     for request, sequence in enumerate(sequences):
         _write_pages(case, plan, request, sequence, buffer[:, layer], (k_scale, v_scale))

@@ -56,8 +56,8 @@ def plan_pages(case: AttentionCase, generator: torch.Generator) -> PagePlan:
     return PagePlan(num_blocks, tuple(pages), shuffled[0] if shuffled else 0)
 
 
-def poisoned_cache(case: AttentionCase, num_blocks: int, device: torch.device) -> Tensor:
-    """The whole buffer of all layers, NaN in every element: logical [B, layers, 2, S, K, D]."""
+def poisoned_cache(case: AttentionCase, num_blocks: int) -> Tensor:
+    """The buffer of all layers, all NaN, on the CPU: logical [B, layers, 2, S, K, D]."""
     sizes = {
         "block": num_blocks,
         "layer": case.num_layers,
@@ -70,5 +70,5 @@ def poisoned_cache(case: AttentionCase, num_blocks: int, device: torch.device) -
     outer = ["side", "block", "layer"] if case.kv_outermost else ["block", "layer", "side"]
     physical = [*outer, *inner, "element"]
     # Through float32: filling fp8 directly is not implemented on every device and version.
-    buffer = torch.full([sizes[name] for name in physical], torch.nan, device=device)
+    buffer = torch.full([sizes[name] for name in physical], torch.nan)
     return buffer.to(case.cache_dtype).permute([physical.index(name) for name in sizes])

@@ -121,13 +121,12 @@ class _DequantisedPages:
     dtype: torch.dtype
 
     def gather(self, block_ids: list[int], length: int) -> Tensor:
-        """Rows 0..length-1 of the pages named, [length, K, D]; nothing past them is read."""
-        block_size, kv_heads, head_size = self.cache_BSKD.shape[1:]
-        wide = torch.float64 if self.dtype is torch.float64 else torch.float32
-        x_LKD = self.cache_BSKD.new_empty((length, kv_heads, head_size), dtype=wide)
-        for page, block in enumerate(block_ids):
-            rows = x_LKD[page * block_size : (page + 1) * block_size]
-            rows.copy_(self.cache_BSKD[block, : rows.shape[0]].to(wide))
+        """Rows 0..length-1 of the pages named, [length, K, D]; what lies past them is cut off."""
+        # As bytes: indexing is not implemented for fp8 on every device and version.
+        stored = self.cache_BSKD
+        bits = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
+        x_LKD = bits[block_ids].view(stored.dtype).flatten(0, 1)[:length]
+        x_LKD = x_LKD.to(torch.float64 if self.dtype is torch.float64 else torch.float32)
         if self.scale is not None:
             x_LKD = x_LKD * self.scale.to(x_LKD).reshape(-1, 1)
         return x_LKD.to(self.dtype)

@@ -4,9 +4,10 @@
 they never make. The audit looks at memory instead: it takes the bytes of every tensor that Python
 can reach, before and after one call, and compares what changed with the schema.
 
-Limits: memory that no Python tensor refers to (a workspace owned by C++ code) is invisible; so is a
-write of the bytes that were already there, so poison outputs and use two seeds; hidden state that
-is only read is not seen.
+Limits: memory that no Python tensor refers to (a workspace owned by C++ code) is invisible, and so
+are tensors alive at a ``gc.freeze()``; a write of the bytes that were already there goes unseen, so
+poison outputs and use two seeds; so does hidden state that is only read. Every live tensor is
+hashed twice a call: keep caches small and large models unloaded.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ is that of the actual result's dtype at the largest finite magnitude of ``exact`
 between neighbouring values in the binade of max |exact|, that is eps * 2 ** floor(log2(max)). The
 criterion (with factor 2) is that of the flash-attention and PyTorch test suites.
 
-What it catches, measured with bf16 unit-normal data, 1024 keys, head size 128, 8 query heads over 2,
-six seeds (ratio of error to what is allowed, smallest of the six, where the honest result has at
+What it catches, measured with bf16 unit-normal data, 1024 keys, head size 128, 8 query heads over
+2, six seeds (ratio of error to what is allowed, smallest of the six, where the honest result has at
 most 0.2 in the output and 0.001 in the LSE; ``tests/test_testing_power.py`` holds the rule to it):
 
 =========================  ======  =====

@@ -13,7 +13,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch  # noqa: F401  loads the OpenMP runtime that the library must share
+# Importing torch also loads the OpenMP runtime that the library must share.
+import torch
 
 from attnbackend.kernels.cpu._structs import STRUCT_SIZES
 
@@ -22,9 +23,17 @@ _ENTRY_SOURCE = "kernels.cpp"
 _BUILD_TIMEOUT_S = 300
 # No flag here changes the meaning of inf, NaN or the order of additions.
 _FLAGS = (
-    "-std=c++17 -O3 -march=native -fopenmp -shared -fPIC -w "
-    "-fno-math-errno -fno-trapping-math -ffp-contract=fast -fvisibility-inlines-hidden"
-).split()
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-w",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+)
 
 
 class BuildError(RuntimeError):

@@ -25,9 +25,9 @@ def dtype_code(name: str, tensor: Tensor, codes: dict[torch.dtype, int]) -> int:
     return code
 
 
-def require_cpu(**tensors: Tensor) -> None:
-    """Every tensor is on the CPU."""
-    for name, tensor in tensors.items():
+def require_cpu(names: str, *tensors: Tensor) -> None:
+    """Every tensor is on the CPU; `names` are theirs, separated by spaces."""
+    for tensor, name in zip(tensors, names.split(), strict=True):
         if not tensor.is_cpu:
             raise ValueError(f"{name} is on {tensor.device}; the C++ kernels take CPU tensors")
 
@@ -67,8 +67,10 @@ def require_vector(name: str, tensor: Tensor, dtype: torch.dtype, length: int) -
         )
 
 
-def scale_step(name: str, scale: Tensor, kv_heads: int) -> int:
-    """0 when one scale serves all heads, 1 when there is one a head."""
+def scale_address(name: str, scale: Tensor | None, kv_heads: int) -> tuple[int, int]:
+    """Address and step of a dequantisation scale: step 0 for one, 1 for one a head; 0 for none."""
+    if scale is None:
+        return 0, 0
     count = scale.numel()
     if scale.dtype != torch.float32 or count not in (1, kv_heads):
         raise ValueError(
@@ -76,8 +78,11 @@ def scale_step(name: str, scale: Tensor, kv_heads: int) -> int:
             f"{kv_heads} (one a kv head)"
         )
     if not (scale.is_cpu and scale.is_contiguous()):
-        raise ValueError(f"{name} must be a contiguous CPU tensor, not on {scale.device}")
-    return 0 if count == 1 else 1
+        raise ValueError(
+            f"{name} is on {scale.device} with strides {list(scale.stride())}; "
+            "expected a contiguous CPU tensor"
+        )
+    return scale.data_ptr(), int(count > 1)
 
 
 def float_vector(name: str, tensor: Tensor, length: int) -> Tensor:
@@ -116,10 +121,9 @@ def require_rules(scale: float, sliding_window: int | None, logits_soft_cap: flo
         raise ValueError(f"logits_soft_cap is {logits_soft_cap}; allowed: finite, 0 for none")
 
 
-def refusal_message(
-    code: int, a: int, b: int, c: int, *, limits: dict[str, int]
-) -> str:
+def refusal_message(code: int, numbers: Sequence[int], limits: dict[str, int]) -> str:
     """The message for what the C++ side refused (RefusalCode in args.h)."""
+    a, b, c = numbers
     messages = {
         1: f"query_start_loc must start at 0 and not decrease: row {a} runs from {c} to {b}",
         2: f"query_start_loc ends rows at {a}, but query has {limits.get('tokens')} tokens",

@@ -6,15 +6,20 @@
 struct AttentionArgs {
   const void *query, *key_cache, *value_cache;
   void* output;
-  float* lse;
   const int32_t *query_start_loc, *seq_lens, *block_table;
-  const float *alibi_slopes, *sinks, *k_scale, *v_scale;
   int64_t tokens, requests, heads, kv_heads, head_size, value_size;
   int64_t blocks, block_size, table_width;
+  // Strides, in elements.
   int64_t query_token, query_head, k_block, k_slot, k_head, v_block, v_slot, v_head;
-  int64_t output_token, output_head, lse_token, lse_head, table_row;
-  int64_t k_scale_step, v_scale_step;  // 0: one scale for all heads, 1: one each
+  int64_t output_token, output_head, table_row;
   int64_t query_dtype, output_dtype, cache_dtype;
+  float* lse;  // null where not wanted, like the four below
+  int64_t lse_token, lse_head;
+  const float *alibi_slopes, *sinks;
+  const float* k_scale;
+  int64_t k_scale_step;  // 0: one scale for all heads, 1: one each
+  const float* v_scale;
+  int64_t v_scale_step;
   int64_t causal, window, threads;  // window 0: none
   double scale, soft_cap;           // soft_cap 0: none
 };
@@ -23,11 +28,13 @@ struct WriteArgs {
   const void *key, *value;
   void *key_cache, *value_cache;
   const int64_t* slots;
-  const float *k_scale, *v_scale;
   int64_t tokens, kv_heads, head_size, value_size, blocks, block_size;
   int64_t key_token, key_head, value_token, value_head;
   int64_t k_block, k_slot, k_head, v_block, v_slot, v_head;
-  int64_t k_scale_step, v_scale_step;
+  const float* k_scale;
+  int64_t k_scale_step;
+  const float* v_scale;
+  int64_t v_scale_step;
   int64_t source_dtype, cache_dtype, threads;
 };
 

@@ -191,13 +191,14 @@ static void read_query(const AttentionArgs& a, const Item& item, int64_t row, fl
   for (int64_t i = 0; i < a.head_size; ++i) q[i] *= scale;
 }
 
-// Pointers to the K and V rows of keys first .. first + count.
+// Pointers to the K and V rows of a tile's keys.
 template <class C>
 struct Rows {
   typedef typename C::raw raw;
   const raw *keys[KT], *values[KT];
 
-  void find(const AttentionArgs& a, const Item& item, int64_t first, int count) {
+  void find_tile(const AttentionArgs& a, const Item& item, int64_t first) {
+    const int count = static_cast<int>(std::min<int64_t>(KT, item.key1 - first));
     const int32_t* table = a.block_table + item.request * a.table_row;
     const raw* k = static_cast<const raw*>(a.key_cache) + item.kv_head * a.k_head;
     const raw* v = static_cast<const raw*>(a.value_cache) + item.kv_head * a.v_head;
@@ -209,6 +210,7 @@ struct Rows {
         values[j] = v + block * a.v_block + slot * a.v_slot;
       }
     }
+    if (count <= 0) return;
     for (int j = count; j < round_up(count, VW); ++j) keys[j] = keys[count - 1];
   }
 };
@@ -239,12 +241,13 @@ static void give_result(const AttentionArgs& a, const Item& item, const RowInfo&
 }
 
 template <class C, int R>
-static void narrow_block(const AttentionArgs& a, const Rows<C>& at, Scratch& s, int64_t r0,
-                         int64_t first, int count, const ScoreRules& rules) {
+static void narrow_block(const AttentionArgs& a, const Rows<C>& at, const Rows<C>& next,
+                         Scratch& s, int64_t r0, int64_t first, int count,
+                         const ScoreRules& rules) {
   const int64_t q_row = round_up(a.head_size, VW), width = round_up(a.value_size, VW);
   const int padded = static_cast<int>(round_up(count, VW));
   narrow_scores<C, R>(s.q + r0 * q_row, q_row, at.keys, count, static_cast<int>(a.head_size),
-                      s.scores, s.sums);
+                      s.scores, s.sums, {at.values, r0 ? 0 : a.value_size});
   const bool rule = needs_rules(s.rows, first, first + padded, rules);
   for (int r = 0; r < R; ++r) {
     const int row = static_cast<int>(r0) + r;
@@ -253,7 +256,7 @@ static void narrow_block(const AttentionArgs& a, const Rows<C>& at, Scratch& s, 
     narrow_softmax(scores, s.rows, row, padded, s.acc + row * width, width);
   }
   narrow_values<C, R>(at.values, s.scores, count, static_cast<int>(a.value_size),
-                      s.acc + r0 * width, width);
+                      s.acc + r0 * width, width, {next.keys, r0 ? 0 : a.head_size});
 }
 
 template <class C>
@@ -264,16 +267,20 @@ static void run_narrow(const AttentionArgs& a, const Item& item, Scratch& s,
   std::fill(s.q, s.q + s.rows.count * q_row, 0.0f);
   std::fill(s.acc, s.acc + s.rows.count * width, 0.0f);
   for (int64_t r = 0; r < s.rows.count; ++r) read_query(a, item, item.row0 + r, s.q + r * q_row);
-  Rows<C> at;
-  for (int64_t first = item.key0; first < item.key1; first += KT) {
+  Rows<C> tiles[2];
+  tiles[0].find_tile(a, item, item.key0);
+  int tile = 0;
+  for (int64_t first = item.key0; first < item.key1; first += KT, tile = 1 - tile) {
     const int count = static_cast<int>(std::min<int64_t>(KT, item.key1 - first));
-    at.find(a, item, first, count);
+    const bool last = first + KT >= item.key1;
+    if (!last) tiles[1 - tile].find_tile(a, item, first + KT);
+    const Rows<C>&at = tiles[tile], &next = tiles[last ? tile : 1 - tile];
     for (int64_t r = 0; r < s.rows.count; r += 4) {
       switch (std::min<int64_t>(4, s.rows.count - r)) {
-        case 1: narrow_block<C, 1>(a, at, s, r, first, count, rules); break;
-        case 2: narrow_block<C, 2>(a, at, s, r, first, count, rules); break;
-        case 3: narrow_block<C, 3>(a, at, s, r, first, count, rules); break;
-        default: narrow_block<C, 4>(a, at, s, r, first, count, rules); break;
+        case 1: narrow_block<C, 1>(a, at, next, s, r, first, count, rules); break;
+        case 2: narrow_block<C, 2>(a, at, next, s, r, first, count, rules); break;
+        case 3: narrow_block<C, 3>(a, at, next, s, r, first, count, rules); break;
+        default: narrow_block<C, 4>(a, at, next, s, r, first, count, rules); break;
       }
     }
   }
@@ -322,7 +329,7 @@ static void run_wide(const AttentionArgs& a, const Item& item, Scratch& s,
   Rows<C> at;
   for (int64_t first = item.key0; first < item.key1; first += KT) {
     const int count = static_cast<int>(std::min<int64_t>(KT, item.key1 - first));
-    at.find(a, item, first, count);
+    at.find_tile(a, item, first);
     stage<C>(a, at, count, s, width);
     const bool rule = needs_rules(s.rows, first, first + count, rules);
     for (int64_t r = 0; r < rows; r += PANEL * VW) {

@@ -26,6 +26,9 @@ static std::vector<Item> whole_items(const AttentionArgs& a) {
   return items;
 }
 
+// Below this cost waking the other threads takes longer than the work.
+constexpr int64_t SERIAL_COST = 6;
+
 struct Plan {
   std::vector<Item> items;
   std::unique_ptr<Merge[]> merges;
@@ -33,12 +36,12 @@ struct Plan {
   int64_t cost = 0;
 };
 
-// Splits an item over keys when it is more than a quarter of a thread's share of the work.
+// Splits an item over keys when it is more than an eighth of a thread's share of the work.
 static Plan make_plan(const AttentionArgs& a) {
   Plan plan;
   std::vector<Item> whole = whole_items(a);
   for (const Item& item : whole) plan.cost += tiles_of(item) * tile_cost(item);
-  const int64_t share = std::max<int64_t>(1, plan.cost / (4 * a.threads));
+  const int64_t share = std::max<int64_t>(1, plan.cost / (8 * a.threads));
   int64_t merges = 0, floats = 0;
   std::vector<std::pair<int64_t, int64_t>> sizes;  // parts, first float
   for (Item item : whole) {
@@ -72,7 +75,7 @@ static Plan make_plan(const AttentionArgs& a) {
 template <class C>
 static void run_plan(const AttentionArgs& a, Plan& plan) {
   const int64_t count = static_cast<int64_t>(plan.items.size());
-  const int threads = static_cast<int>(std::min<int64_t>(plan.cost < 2 ? 1 : a.threads, count));
+  const int threads = static_cast<int>(std::min<int64_t>(plan.cost < SERIAL_COST ? 1 : a.threads, count));
   std::atomic<int64_t> next(0);
 #pragma omp parallel num_threads(threads)
   for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1))

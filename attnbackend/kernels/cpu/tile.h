@@ -3,11 +3,14 @@
 // the cache in place. "Wide" puts query rows in the lanes, so K and V are used as scalars in their
 // natural order, nothing is transposed, and the softmax needs no sums across lanes.
 #pragma once
+#include <algorithm>
+
 #include "convert.h"
 
 constexpr int KT = 64;              // keys in a tile
 constexpr int PANEL = 3;            // vectors of rows held in registers by the wide kernel
 constexpr int NARROW_ROWS = VW / 2; // up to so many rows the narrow layout is the faster one
+constexpr int SUM_LENGTH = 32;
 constexpr int WIDE_ROWS = 2 * PANEL * VW;
 constexpr int NARROW_VECTORS = VW == 16 ? 4 : 2;
 constexpr int NARROW_KEYS = VW == 16 ? 4 : 2;
@@ -28,6 +31,20 @@ static inline int64_t round_up(int64_t n, int64_t m) { return (n + m - 1) / m * 
 static inline vf finite_or_zero(vf maximum) {
   return maximum == splat(-INFINITY) ? vf{} : maximum;
 }
+
+// Asks for a row of the cache before it is needed: rows of one head lie too far apart, and blocks in
+// too random an order, for the hardware to foresee.
+template <class C>
+struct Soon {
+  const typename C::raw* const* rows;
+  int64_t elements;  // of each row, 0 when they have been asked for
+
+  void fetch(int j) const {
+    const char* p = reinterpret_cast<const char*>(rows[j]);
+    const int64_t bytes = elements * static_cast<int64_t>(sizeof(typename C::raw));
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+  }
+};
 
 // ---- narrow -------------------------------------------------------------------------------------
 
@@ -60,8 +77,10 @@ static inline void narrow_products(const float* q, int64_t q_row,
 // scores[r][j] = q[r] . k[j]; keys[] is padded to a multiple of VW with readable rows.
 template <class C, int R>
 static void narrow_scores(const float* q, int64_t q_row, const typename C::raw* const* keys,
-                          int count, int d, float* scores, float* sums) {
+                          int count, int d, float* scores, float* sums,
+                          Soon<C> soon) {
   for (int j0 = 0; j0 < count; j0 += VW) {
+    for (int j = j0; j < std::min(count, j0 + VW); ++j) soon.fetch(j);
     for (int j = 0; j < VW; j += NARROW_KEYS)
       narrow_products<C, R>(q, q_row, keys + j0 + j, d, sums + j * VW);
     for (int r = 0; r < R; ++r) store(scores + r * KT + j0, sum_each(sums + r * VW * VW));
@@ -107,12 +126,14 @@ static inline void narrow_softmax(float* scores, RowInfo& rows, int r, int count
 
 template <class C, int R, int N>
 static inline void narrow_values_chunk(const typename C::raw* const* values, int at,
-                                       const float* p, int count, float* acc, int64_t width) {
+                                       const float* p, int count, float* acc, int64_t width,
+                                       Soon<C> soon) {
   vf sum[R][N];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) sum[r][n] = load(acc + r * width + n * VW);
   for (int j = 0; j < count; ++j) {
     vf x[N];
+    soon.fetch(j);
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) x[n] = load_as_float<C>(values[j] + at + n * VW);
 #pragma GCC unroll 4
@@ -126,13 +147,13 @@ static inline void narrow_values_chunk(const typename C::raw* const* values, int
 
 template <class C, int R>
 static void narrow_values(const typename C::raw* const* values, const float* p, int count, int dv,
-                          float* acc, int64_t width) {
+                          float* acc, int64_t width, Soon<C> soon) {
   constexpr int N = NARROW_VECTORS;
   int i = 0;
-  for (; i + N * VW <= dv; i += N * VW)
-    narrow_values_chunk<C, R, N>(values, i, p, count, acc + i, width);
-  for (; i + VW <= dv; i += VW)
-    narrow_values_chunk<C, R, 1>(values, i, p, count, acc + i, width);
+  for (; i + N * VW <= dv; i += N * VW, soon.elements = 0)
+    narrow_values_chunk<C, R, N>(values, i, p, count, acc + i, width, soon);
+  for (; i + VW <= dv; i += VW, soon.elements = 0)
+    narrow_values_chunk<C, R, 1>(values, i, p, count, acc + i, width, soon);
   if (i == dv) return;
   for (int j = 0; j < count; ++j) {
     const vf x = load_tail<C>(values[j] + i, dv - i);
@@ -145,28 +166,40 @@ static void narrow_values(const typename C::raw* const* values, const float* p, 
 
 // ---- wide ---------------------------------------------------------------------------------------
 
-// scores[j][row] = k[j] . q[:, row]; q is [d][rows], k is [count rounded up to KR][d].
+// For KR keys: elements begin .. end of the dot products, added to the scores unless begin is 0.
+template <int N>
+static inline void wide_products(const float* q, int64_t rows, const float* key, int64_t d,
+                                 int begin, int end, float* scores) {
+  vf acc[KR][N] = {};
+  for (int i = begin; i < end; ++i) {
+    vf x[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) x[n] = load(q + i * rows + n * VW);
+#pragma GCC unroll 8
+    for (int r = 0; r < KR; ++r) {
+      const vf y = splat(key[r * d + i]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) acc[r][n] += x[n] * y;
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < KR; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      float* place = scores + r * rows + n * VW;
+      store(place, begin == 0 ? acc[r][n] : load(place) + acc[r][n]);
+    }
+}
+
+// scores[j][row] = k[j] . q[:, row]; q is [d][rows], k is [count rounded up to KR][d]. Sums run over
+// SUM_LENGTH elements at a time: one long chain of additions would lose digits.
 template <int N>
 static void wide_scores(const float* q, int64_t rows, const float* k, int count, int d,
                         float* scores) {
-  for (int j = 0; j < count; j += KR) {
-    vf acc[KR][N] = {};
-    const float* key = k + static_cast<int64_t>(j) * d;
-    for (int i = 0; i < d; ++i) {
-      vf x[N];
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) x[n] = load(q + i * rows + n * VW);
-#pragma GCC unroll 8
-      for (int r = 0; r < KR; ++r) {
-        const vf y = splat(key[static_cast<int64_t>(r) * d + i]);
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) acc[r][n] += x[n] * y;
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < KR; ++r)
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) store(scores + (j + r) * rows + n * VW, acc[r][n]);
+  for (int i0 = 0; i0 < d; i0 += SUM_LENGTH) {
+    const int end = std::min(d, i0 + SUM_LENGTH);
+    for (int j = 0; j < count; j += KR)
+      wide_products<N>(q, rows, k + static_cast<int64_t>(j) * d, d, i0, end, scores + j * rows);
   }
 }
 

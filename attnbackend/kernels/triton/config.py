@@ -13,9 +13,6 @@ import torch
 
 Kind = Literal["prefill", "short", "decode"]
 
-SHARED_MEMORY_LIMIT = 227 * 1024
-"""Bytes of shared memory one program may use on compute capability 9.0 (228 KiB less 1 KiB)."""
-
 PREFILL_TOKENS_PER_ROW = 16
 """Mean query length from which a batch counts as prefill. Below it, big tiles are mostly empty."""
 

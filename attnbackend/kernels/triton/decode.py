@@ -136,6 +136,8 @@ def decode_kernel(
     lane = tl.arange(0, M)
     head = lane + tl.program_id(0) % PIECES * HEADS
     keep = (lane < HEADS) & (head < GROUP)
+    # The sink counts once, in the first split.
+    keep_sink = keep & (head < tl.where((seq_len > 0) & (split == 0), GROUP, 0))
     head += kv_head * GROUP
     head64 = head.to(tl.int64)
     if partial_ptr is None:  # noqa: SIM102
@@ -158,7 +160,6 @@ def decode_kernel(
         return
 
     token64 = q_begin.to(tl.int64)
-    keep_sink = keep & (seq_len > 0) & (split == 0)
     q = load_query(q_ptr, token64 * q_token + head64 * q_head, keep, D, D_PAD, Q_FMT, DOT)
     row_max, row_sum = start_state(sink_ptr, head, keep_sink, SINK_FMT)
     acc = tl.zeros([M, DV_PAD], tl.float32)

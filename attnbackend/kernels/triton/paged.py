@@ -165,13 +165,14 @@ def paged_attention_kernel(
     token = first + lane // HEADS
     head = lane % HEADS + tl.program_id(1) % PIECES * HEADS
     keep = (lane < Q * HEADS) & (token < q_len) & (head < GROUP)
+    keep_sink = keep & (head < tl.where(seq_len > 0, GROUP, 0))
     head += kv_head * GROUP
     token64 = (q_begin + token).to(tl.int64)
     head64 = head.to(tl.int64)
     position = context + token
 
     q = load_query(q_ptr, token64 * q_token + head64 * q_head, keep, D, D_PAD, Q_FMT, DOT)
-    row_max, row_sum = start_state(sink_ptr, head, keep & (seq_len > 0), SINK_FMT)
+    row_max, row_sum = start_state(sink_ptr, head, keep_sink, SINK_FMT)
     acc = tl.zeros([M, DV_PAD], tl.float32)
     slope = row_max
     if HAS_ALIBI:

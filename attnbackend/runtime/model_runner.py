@@ -1,0 +1,219 @@
+"""Runs a model step by step: caches, groups of equal layers, a plan for each group, the forward pass."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnbackend.backend import AttentionBackend
+from attnbackend.config import set_config
+from attnbackend.forward_context import ForwardContext, set_forward_context
+from attnbackend.impl import AttentionParams
+from attnbackend.kv_cache import (
+    AttentionSpec,
+    allocate_kv_cache,
+    kv_cache_geometry,
+    resolve_kv_cache_dtype,
+    spec_of,
+)
+from attnbackend.layers.paged import BatchTensors, BoundLayer
+from attnbackend.metadata import AttentionMetadataBuilder, BatchLimits, CommonAttentionMetadata
+from attnbackend.runtime.prepared_batch import PreparedBatch
+from attnbackend.runtime.served_model import AttentionLayer, ServedModel
+from attnbackend.selector import select_backend
+
+__all__ = ["LayerGroup", "ModelRunner", "RunnerOptions", "build_runner"]
+
+_MEMORY_SHARE = {"cuda": 0.9, "cpu": 0.25}
+"""Share of the free memory that the cache may take where ``num_blocks`` is left open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerOptions:
+    """The choices of `Engine` that concern the model and its cache."""
+
+    backend: str | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    kv_cache_dtype: str = "auto"
+    compile: bool = True
+    cudagraph_mode: Any = None
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers with equal parameters on one backend: they share a plan."""
+
+    backend: type[AttentionBackend]
+    params: AttentionParams
+    spec: AttentionSpec
+    layers: tuple[str, ...]
+
+
+def build_runner(model: Any, **options: Any) -> ModelRunner:
+    """A runner for a `ServedModel` or a transformers model.
+
+    Raises:
+        ValueError: a value that the model, a backend or the device cannot serve.
+        TypeError: the model is neither, or an option is unknown.
+    """
+    if not all(
+        hasattr(model, name)
+        for name in ("attention_layers", "bind", "forward", "compile", "vocab_size")
+    ):
+        from attnbackend.integrations.transformers import TransformersModel
+
+        model = TransformersModel(model)
+    return ModelRunner(model, RunnerOptions(**options))
+
+
+class ModelRunner:
+    """Implements the engine's runner over a `ServedModel`."""
+
+    def __init__(self, model: ServedModel, options: RunnerOptions) -> None:
+        _check_options(model, options)
+        self.model = model
+        self.options = options
+        self.vocab_size = model.vocab_size
+        self.max_model_len = options.max_model_len or model.max_model_len
+        self.block_size = options.block_size
+        self.device = model.device
+        self.groups = _group_layers(model.attention_layers(), options)
+        self.num_blocks = options.num_blocks or _blocks_that_fit(
+            self.groups, self.max_model_len, options, self.device
+        )
+        self.kv_caches = self._allocate()
+        limits = BatchLimits(
+            options.max_num_seqs, options.max_num_batched_tokens, self.max_model_len
+        )
+        self._builders: list[AttentionMetadataBuilder[Any]] = [
+            group.backend.get_builder_cls()(group.params, group.spec, limits, self.device)
+            for group in self.groups
+        ]
+        model.bind(self._bound_layers())
+        if options.compile:
+            model.compile(options.backend)
+
+    def execute(self, batch: PreparedBatch) -> Tensor:
+        """One step; see the engine's runner protocol."""
+        tokens = batch.num_tokens
+        tensors = BatchTensors(
+            batch.slot_mapping[:tokens], batch.query_start_loc, batch.seq_lens, batch.block_table
+        )
+        wanted = batch.logits_indices[: batch.num_sampled]
+        context = ForwardContext(self._plans(batch, tensors))
+        with (
+            torch.inference_mode(),
+            set_config(backend=self.options.backend),
+            set_forward_context(context),
+        ):
+            return self.model.forward(
+                batch.input_ids[:tokens], batch.positions[:tokens], wanted, tensors
+            )
+
+    def _plans(self, batch: PreparedBatch, tensors: BatchTensors) -> dict[tuple[int, str], Any]:
+        common = CommonAttentionMetadata(
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table,
+            slot_mapping=tensors.slot_mapping,
+            num_reqs=batch.num_reqs,
+            num_actual_tokens=batch.num_tokens,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            query_start_loc_cpu=batch.query_start_loc_cpu,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            is_prefilling=batch.is_prefilling_cpu,
+        )
+        return {
+            (i, group.backend.get_name()): builder.build(0, common)
+            for i, (group, builder) in enumerate(zip(self.groups, self._builders, strict=True))
+        }
+
+    def _allocate(self) -> dict[str, Tensor]:
+        return {
+            name: allocate_kv_cache(group.backend, group.spec, self.num_blocks, self.device)
+            for group in self.groups
+            for name in group.layers
+        }
+
+    def _bound_layers(self) -> dict[str, BoundLayer]:
+        dtype = self.options.kv_cache_dtype
+        scaled = resolve_kv_cache_dtype(dtype, self.model.dtype).itemsize == 1
+        one = torch.ones(1, device=self.device) if scaled else None
+        return {
+            name: BoundLayer(self.kv_caches[name], dtype, i, one, one)
+            for i, group in enumerate(self.groups)
+            for name in group.layers
+        }
+
+
+def _check_options(model: ServedModel, options: RunnerOptions) -> None:
+    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
+    if options.num_blocks is not None and options.num_blocks < 2:
+        raise ValueError(
+            f"num_blocks={options.num_blocks} must be at least 2, since block 0 is reserved"
+        )
+    longest = options.max_model_len
+    if longest is not None and not 1 <= longest <= model.max_model_len:
+        raise ValueError(
+            f"max_model_len={longest} is outside 1..{model.max_model_len}, the positions that the model has"
+        )
+    if options.cudagraph_mode not in (None, "NONE"):
+        raise ValueError(
+            f"cudagraph_mode={options.cudagraph_mode!r} is not available; the engine runs without CUDA "
+            "graphs: leave it None"
+        )
+
+
+def _group_layers(layers: Mapping[str, AttentionLayer], options: RunnerOptions) -> list[LayerGroup]:
+    """Layers by equal backend and parameters, in the order of first appearance."""
+    grouped: dict[tuple[type[AttentionBackend], AttentionParams], list[str]] = {}
+    for name, layer in layers.items():
+        config = replace(
+            layer.config, block_size=options.block_size, kv_cache_dtype=options.kv_cache_dtype
+        )
+        backend = select_backend(config, backend=options.backend).backend
+        params = AttentionParams(
+            num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_size=config.head_size,
+            dtype=config.dtype, kv_cache_dtype=config.kv_cache_dtype, block_size=options.block_size,
+            device_type=config.device_type, scale=layer.scale, causal=config.causal,
+            sliding_window=config.sliding_window, logits_soft_cap=config.logits_soft_cap,
+            attn_type=config.attn_type,
+        )  # fmt: skip
+        grouped.setdefault((backend, params), []).append(name)
+    return [LayerGroup(b, p, spec_of(p), tuple(names)) for (b, p), names in grouped.items()]
+
+
+def _blocks_that_fit(
+    groups: list[LayerGroup], max_model_len: int, options: RunnerOptions, device: torch.device
+) -> int:
+    """As many blocks as all requests at full length would need, or as a share of free memory holds."""
+    page_bytes = sum(
+        kv_cache_geometry(g.backend, g.spec, 1).page_size_bytes * len(g.layers) for g in groups
+    )
+    wanted = options.max_num_seqs * -(-max_model_len // options.block_size) + 1
+    budget = int(_free_memory(device) * _MEMORY_SHARE.get(device.type, 0.5))
+    fitting = budget // page_bytes
+    if fitting < 2:
+        raise ValueError(
+            f"a cache block of all layers takes {page_bytes} bytes and only {budget} may be used on {device}; "
+            "free memory, or choose a smaller kv_cache_dtype or block_size"
+        )
+    return min(wanted, fitting)
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
