@@ -1,11 +1,12 @@
 """`AttentionBackend`: a class that describes a family of kernels and what it can do.
 
-A backend is stateless. Its claims are class attributes and ``supports_*`` methods, and all default to no.
-Defining a subclass checks that the core methods are there; registering it generates its ops.
+A backend is stateless. Its claims are class attributes and ``supports_*`` methods; all default to
+no. Defining a subclass checks that the core methods are there; registering it generates its ops.
 """
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Container
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionBackend", "KVCacheDims"]
 
+
 class KVCacheDims(NamedTuple):
     """What a cache's logical shape says."""
 
@@ -37,9 +39,10 @@ _CORE_METHODS = ("get_name", "get_impl_cls", "get_builder_cls", "get_kv_cache_sh
 class AttentionBackend(ABC):
     """What attnbackend must know of a family of attention kernels.
 
-    Subclass it, state what the kernels can do, and register it with `register_backend`. A subclass that
-    lacks a core method, or whose implementation lacks one, is a TypeError at the class statement;
-    pass ``abstract=True`` in it for a base class of your own.
+    Subclass it, state what the kernels can do, and register it with `register_backend`. A subclass
+    that lacks a core method, or makes a claim that does not exist, is a TypeError at the class
+    statement; pass ``abstract=True`` in it for a base class of your own. The classes that it names
+    are checked when it is registered.
     """
 
     supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
@@ -56,8 +59,8 @@ class AttentionBackend(ABC):
     max_group_size: ClassVar[int | None] = None
     """Most query heads for one key-value head; None for any."""
     max_cache_offset: ClassVar[int | None] = None
-    """Largest element offset in a cache that the kernels reach, such as ``2**31 - 1`` where they compute
-    it in 32 bits; None for any."""
+    """Largest element offset in a cache that the kernels reach, such as ``2**31 - 1`` where they
+    compute it in 32 bits; None for any."""
     lse_base: ClassVar[LSEBase | None] = None
     """Base of the LSE that the kernels give; None: they give none."""
 
@@ -78,6 +81,7 @@ class AttentionBackend(ABC):
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        _check_claims(cls)
         if not abstract:
             _check_complete(cls)
 
@@ -99,7 +103,11 @@ class AttentionBackend(ABC):
     @staticmethod
     @abstractmethod
     def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         """Logical shape of one layer's cache."""
 
@@ -107,7 +115,8 @@ class AttentionBackend(ABC):
     def get_kv_cache_stride_order(cls, layout: KVCacheLayout) -> tuple[int, ...]:
         """Logical dimensions from the slowest to the fastest in memory.
 
-        The default is for the standard shape ``(num_blocks, 2, block_size, num_kv_heads, head_size)``.
+        The default is for the standard shape
+        ``(num_blocks, 2, block_size, num_kv_heads, head_size)``.
         """
         return (0, 1, 2, 3, 4) if layout is KVCacheLayout.NHD else (0, 1, 3, 2, 4)
 
@@ -155,13 +164,14 @@ class AttentionBackend(ABC):
     def unavailable_reason(cls, device_type: str) -> str | None:
         """Why the kernels cannot run here at all, found by trying; None when they can.
 
-        An ImportError or OSError raised in here also means unavailable; any other exception propagates.
+        An ImportError or OSError raised in here also means unavailable; any other exception
+        propagates.
         """
         return None
 
     @classmethod
     def validate_configuration(cls, config: AttentionSelectorConfig) -> list[Reason]:
-        """Every reason why this backend cannot serve ``config``; an empty list means that it can."""
+        """Every reason why this backend cannot serve ``config``; empty: it can."""
         from attnbackend.validation import configuration_reasons
 
         return configuration_reasons(cls, config)
@@ -172,14 +182,34 @@ def _matches(value: int, allowed: tuple[int | MultipleOf, ...]) -> bool:
 
 
 def _check_complete(cls: type[AttentionBackend]) -> None:
-    missing = sorted(getattr(cls, "__abstractmethods__", ())) or [
-        name for name in _CORE_METHODS if getattr(getattr(cls, name), "__isabstractmethod__", False)
+    missing = [
+        f"{name}()"
+        for name in _CORE_METHODS
+        if getattr(getattr(cls, name), "__isabstractmethod__", False)
     ]
     if missing:
         raise TypeError(
-            f"attention backend {cls.__module__}.{cls.__qualname__} lacks {', '.join(missing)}(). Define "
-            f"each of {', '.join(_CORE_METHODS)}, or pass abstract=True in the class statement."
+            f"attention backend {cls.__module__}.{cls.__qualname__} lacks {', '.join(missing)}. "
+            f"Define each of {', '.join(_CORE_METHODS)}, or pass abstract=True in the class "
+            "statement."
         )
+
+
+def _check_claims(cls: type[AttentionBackend]) -> None:
+    """Refuses a claim that nobody would read, or that would be read as its opposite."""
+    where = f"attention backend {cls.__module__}.{cls.__qualname__}"
+    for name, value in vars(cls).items():
+        known = getattr(AttentionBackend, name, None)
+        if known is None and name.startswith(("supports_", "supported_", "is_")):
+            claims = [n for n in dir(AttentionBackend) if n.startswith(name.partition("_")[0])]
+            near = difflib.get_close_matches(name, claims, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "."
+            raise TypeError(
+                f"{where} claims {name}, which does not exist{hint} A name of your own must start "
+                "differently."
+            )
+        if isinstance(known, bool) and not isinstance(value, bool):
+            raise TypeError(f"{where}: {name} is {value!r}; it is a class attribute, True or False")
 
 
 def check_parts(cls: type[AttentionBackend]) -> None:
@@ -193,8 +223,17 @@ def check_parts(cls: type[AttentionBackend]) -> None:
         if inspect.isabstract(part):
             missing = ", ".join(sorted(part.__abstractmethods__))
             raise TypeError(f"{where} lacks {missing}(); define it in the class")
+    _check_lse_base(cls, impl)
+
+
+def _check_lse_base(cls: type[AttentionBackend], impl: type[AttentionImplBase]) -> None:
+    """A backend that gives an LSE must say its base, or merging would silently be wrong."""
+    how = (
+        "say LSEBase.E for natural logarithms, LSEBase.TWO for base 2, or None when the kernels "
+        "give no LSE"
+    )
     if cls.lse_base is not None and not isinstance(cls.lse_base, LSEBase):
-        raise TypeError(
-            f"{cls.get_name()}: lse_base={cls.lse_base!r} is not an LSEBase. Say LSEBase.E for natural "
-            "logarithms, LSEBase.TWO for base 2, or None when the kernels give no LSE."
-        )
+        raise TypeError(f"{cls.get_name()}: lse_base={cls.lse_base!r} is not an LSEBase; {how}")
+    gives = cls.supports_lse() or getattr(impl, "can_return_lse_for_decode", False)
+    if gives and cls.lse_base is None:
+        raise TypeError(f"{cls.get_name()} gives an LSE but declares no lse_base; {how}")

@@ -61,16 +61,16 @@ class OptionalTensors(NamedTuple):
     output_block_scale: Tensor | None = None
 
 
-class AttentionImplBase(ABC):
+class AttentionImplBase(ABC):  # noqa: B024 (its subclasses have the abstract methods)
     """Common to dense and latent attention: construction from the layer's fixed parameters."""
 
     def __init__(self, params: AttentionParams) -> None:
         self.params = params
 
     def _refuse(self, method: str, instead: str) -> NoReturn:
+        kind = "latent (MLA)" if isinstance(self, MLAAttentionImpl) else "standard"
         raise TypeError(
-            f"{type(self).__name__} has no {method}(): it is the implementation of a "
-            f"{'latent (MLA)' if isinstance(self, MLAAttentionImpl) else 'standard'} attention backend. "
+            f"{type(self).__name__} has no {method}(): it implements a {kind} attention backend. "
             f"Call {instead} instead, or select a backend of the other kind."
         )
 
@@ -87,8 +87,8 @@ class AttentionImpl(AttentionImplBase):
 
         Args:
             query: [T, H, D].
-            key, value: [T, K, D], the new tokens' own. They are in the cache already; a backend may read
-                them there instead where no request has context.
+            key, value: [T, K, D], the new tokens' own. They are in the cache already; a backend may
+                read them there instead where no request has context.
             kv_cache: as the backend's `get_kv_cache_shape`, with any strides.
             attn_metadata: the plan that this backend's builder made.
             output: [T, H, D]; every row must be written, see "Batch" in the documentation.

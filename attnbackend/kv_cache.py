@@ -1,4 +1,4 @@
-"""KV cache: what a layer needs (specs), where it lies in memory (one function), and how it is written.
+"""KV cache: what a layer keeps (specs), where it lies in memory (one function), how it is written.
 
 Shape legend: B blocks, S block_size, K key-value heads, D head size, T tokens.
 """
@@ -147,8 +147,8 @@ class MambaSpec(KVCacheSpec):
         super().__post_init__()
         if len(self.shapes) != len(self.dtypes):
             raise ValueError(
-                f"MambaSpec: {len(self.shapes)} shapes and {len(self.dtypes)} dtypes; give one dtype "
-                "for each shape"
+                f"MambaSpec: {len(self.shapes)} shapes and {len(self.dtypes)} dtypes; give one "
+                "dtype for each shape"
             )
 
 
@@ -236,7 +236,9 @@ def _check_spec(backend: type[AttentionBackend], spec: AttentionSpec, num_blocks
         raise ValueError(f"layout={spec.layout} does not suit {name}; allowed: {allowed}")
 
 
-def _shape(backend: type[AttentionBackend], spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+def _shape(
+    backend: type[AttentionBackend], spec: AttentionSpec, num_blocks: int
+) -> tuple[int, ...]:
     return tuple(
         backend.get_kv_cache_shape(
             num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype
@@ -249,8 +251,8 @@ def _dense_stride(
 ) -> list[int]:
     if sorted(order) != list(range(len(shape))):
         raise ValueError(
-            f"{backend.get_name()}: stride order {tuple(order)} does not name each dimension of the "
-            f"cache's shape {tuple(shape)} once; override get_kv_cache_stride_order()"
+            f"{backend.get_name()}: stride order {tuple(order)} does not name each dimension of "
+            f"the cache's shape {tuple(shape)} once; override get_kv_cache_stride_order()"
         )
     stride, step = [0] * len(shape), 1
     for dim in reversed(order):
@@ -264,7 +266,7 @@ def _block_dim(backend: type[AttentionBackend], spec: AttentionSpec, num_blocks:
     shapes = (_shape(backend, spec, n) for n in (num_blocks, num_blocks + 1))
     grown = [dim for dim, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]
     if len(grown) != 1:
-        raise ValueError(f"{backend.get_name()}: no one dimension of its cache's shape counts blocks")
+        raise ValueError(f"{backend.get_name()}: no one dimension of its cache counts blocks")
     return grown[0]
 
 
@@ -274,11 +276,13 @@ def _check_block_stride(
     name = backend.get_name()
     if order[0] != block_dim:
         raise ValueError(
-            f"{name} cannot share a buffer with other layers: blocks are not the slowest dimension of "
-            f"its stride order {tuple(order)}, so a block's data is not in one piece"
+            f"{name} cannot share a buffer with other layers: blocks are not the slowest dimension "
+            f"of its stride order {tuple(order)}, so a block's data is not in one piece"
         )
     if stride < page:
-        raise ValueError(f"block_stride={stride} lets the blocks of {name} overlap; at least {page}")
+        raise ValueError(
+            f"block_stride={stride} lets the blocks of {name} overlap; allowed: at least {page}"
+        )
 
 
 def _check_offsets(
@@ -291,16 +295,19 @@ def _check_offsets(
     limit = backend.max_cache_offset
     if limit is not None and geometry.max_offset > limit:
         raise ValueError(
-            f"num_blocks={num_blocks} with {block_stride} elements from block to block reaches offset "
-            f"{geometry.max_offset}, but {backend.get_name()} addresses offsets up to {limit}; "
+            f"num_blocks={num_blocks} with {block_stride} elements from block to block reaches "
+            f"offset {geometry.max_offset}, but {backend.get_name()} addresses up to {limit}; "
             f"allowed: at most {max(0, (limit + 1 - page) // block_stride + 1)} blocks"
         )
 
 
 def allocate_kv_cache(
-    backend: type[AttentionBackend], spec: AttentionSpec, num_blocks: int, device: torch.device | str
+    backend: type[AttentionBackend],
+    spec: AttentionSpec,
+    num_blocks: int,
+    device: torch.device | str,
 ) -> Tensor:
-    """A cache of one layer, in its logical shape; its contents are undefined, as a cache's may be."""
+    """A cache of one layer, in its logical shape; its contents are undefined."""
     geometry = kv_cache_geometry(backend, spec, num_blocks)
     storage = _storage(geometry.num_elements, geometry.dtype, device)
     return storage.as_strided(geometry.shape, geometry.stride)
@@ -324,7 +331,8 @@ def allocate_kv_caches(
         device: where the buffer lies.
 
     Raises:
-        ValueError: the specs do not agree, layers lack a spec or a backend, or a backend cannot share.
+        ValueError: the specs do not agree, a layer lacks its spec or backend, or a backend cannot
+            share a buffer.
     """
     dtype = _common_dtype(backends, specs)
     pages = {
@@ -367,10 +375,10 @@ def _storage(num_elements: int, dtype: torch.dtype, device: torch.device | str) 
 def expand_block_table(block_table: Tensor, block_size: int, kernel_block_size: int) -> Tensor:
     """The block table that a kernel with smaller blocks reads, over the same cache.
 
-    Each block of ``block_size`` tokens is ``block_size // kernel_block_size`` consecutive kernel blocks,
-    so a token keeps its slot number: ``slot // block_size`` is its block for the manager,
-    ``slot // kernel_block_size`` the same place for the kernel. That holds only where a block's tokens
-    are contiguous, so it suits caches with keys and values in separate dimensions before the blocks.
+    Each block of ``block_size`` tokens is ``block_size // kernel_block_size`` consecutive kernel
+    blocks, so a token keeps its slot number: ``slot // block_size`` is its block for the manager,
+    ``slot // kernel_block_size`` the same place for the kernel. The kernel's view must number its
+    blocks so: keys and values may not alternate from block to block.
 
     Args:
         block_table: integer [R, W].
@@ -385,8 +393,8 @@ def expand_block_table(block_table: Tensor, block_size: int, kernel_block_size: 
     """
     if kernel_block_size < 1 or block_size % kernel_block_size:
         raise ValueError(
-            f"kernel_block_size={kernel_block_size} does not divide block_size={block_size}, which the "
-            "block table and the slot mapping count in"
+            f"kernel_block_size={kernel_block_size} does not divide block_size={block_size}, which "
+            "the block table and the slot mapping count in"
         )
     parts = block_size // kernel_block_size
     within = torch.arange(parts, dtype=block_table.dtype, device=block_table.device)

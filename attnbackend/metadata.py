@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
@@ -35,14 +36,15 @@ _TOKENS = {"axis": "tokens"}
 class CommonAttentionMetadata:
     """The batch of one step, as every backend's builder receives it.
 
-    Tensors on the device hold the truth; ``max_query_len`` and ``max_seq_len`` are upper bounds and the
-    ``*_cpu`` twins are optional, so that a builder which needs no host copy never waits for the device.
-    Each optional tensor states in its field's metadata which axis it follows: slicing and unpadding loop
-    over the fields, so no field can be forgotten.
+    Tensors on the device hold the truth; ``max_query_len`` and ``max_seq_len`` are upper bounds and
+    the ``*_cpu`` twins are optional, so that a builder which needs no host copy never waits for the
+    device. Each tensor states in its field's metadata which axis it follows, also in subclasses,
+    where ``field(metadata={"axis": None})`` keeps one whole: slicing and unpadding loop over the
+    fields, so no field can be forgotten.
     """
 
     query_start_loc: Tensor = field(metadata=_REQS_PLUS_1)
-    """int32 [R+1], cumulative query lengths, non-decreasing; the padded tail repeats the last value."""
+    """int32 [R+1], cumulative query lengths, non-decreasing; the padded tail repeats the last."""
     seq_lens: Tensor = field(metadata=_REQS)
     """int32 [R], context plus query tokens; 0 on padded rows."""
     block_table: Tensor = field(metadata=_REQS)
@@ -98,8 +100,8 @@ class CommonAttentionMetadata:
             ValueError: either count is larger than what the metadata holds.
         """
         self._check_count("num_reqs", num_reqs, self.seq_lens.shape[0])
-        if self.slot_mapping is not None:
-            self._check_count("num_tokens", num_tokens, self.slot_mapping.shape[0])
+        for name, tensor in self._along("tokens"):
+            self._check_count(f"num_tokens (of {name})", num_tokens, tensor.shape[0])
         cut = self._slice(slice(0, num_reqs), slice(0, num_tokens))
         return self.replace(**cut, num_reqs=num_reqs, num_actual_tokens=num_tokens)
 
@@ -107,8 +109,12 @@ class CommonAttentionMetadata:
         """Rows ``start:stop`` as a batch of their own: tokens follow, query_start_loc begins at 0.
 
         Reads ``query_start_loc`` on the host.
+
+        Raises:
+            ValueError: not ``0 <= start <= stop <=`` the rows that the metadata holds.
         """
         self._check_count("stop", stop, self.seq_lens.shape[0])
+        self._check_count("start", start, stop)
         starts = self.host_query_start_loc()
         first, last = int(starts[start]), int(starts[stop])
         cut = self._slice(slice(start, stop), slice(first, last))
@@ -133,10 +139,23 @@ class CommonAttentionMetadata:
         rows_plus_1 = slice(reqs.start, reqs.stop + 1)
         by_axis = {"reqs": reqs, "reqs+1": rows_plus_1, "tokens": tokens}
         return {
-            f.name: getattr(self, f.name)[by_axis[f.metadata["axis"]]]
-            for f in dataclasses.fields(self)
-            if "axis" in f.metadata and getattr(self, f.name) is not None
+            name: tensor[rows]
+            for axis, rows in by_axis.items()
+            for name, tensor in self._along(axis)
         }
+
+    def _along(self, axis: str) -> Iterator[tuple[str, Tensor]]:
+        """The fields that follow ``axis``, where they are given."""
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor) and "axis" not in f.metadata:
+                raise TypeError(
+                    f"{type(self).__name__}.{f.name} is a tensor but does not say which axis it "
+                    "follows; declare it with field(metadata={'axis': 'reqs'}), 'reqs+1', 'tokens' "
+                    "or None"
+                )
+            if value is not None and f.metadata.get("axis") == axis:
+                yield f.name, value
 
     @staticmethod
     def _check_count(name: str, value: int, limit: int) -> None:
@@ -151,7 +170,8 @@ def _on_host(name: str, device_tensor: Tensor, host_tensor: Tensor | None) -> Te
         raise RuntimeError(
             f"{name} is needed on the host inside a CUDA graph capture, where the device cannot be "
             "waited for. Build the step's metadata before the capture and run under "
-            "attnbackend.set_forward_context(...), or choose a backend with a higher AttentionCGSupport."
+            "attnbackend.set_forward_context(...), or choose a backend with a higher "
+            "AttentionCGSupport."
         )
     return device_tensor.cpu()
 
@@ -194,7 +214,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     Layers of a group have equal ``params``, so what a kernel wants to know at planning time (scale,
     soft-cap, window) is the same for all of them.
 
-    ``limits`` is None where an op plans for itself from its arguments; such a builder keeps no buffers.
+    ``limits`` is None where an op plans for itself from its arguments; such a builder keeps no
+    buffers.
     """
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER

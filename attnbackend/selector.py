@@ -170,7 +170,7 @@ def select_backend(
 
     A backend named here stands above one named by `set_config`, which stands above ``ATTNBACKEND``.
     Results are cached on configuration, forced name, and the registry's generation: a changed
-    environment or registry takes effect at once. What probes found is kept while the registry stays.
+    environment or registry takes effect at once. What probes find is kept while the registry stays.
 
     Raises:
         ValueError: the named backend is unknown or cannot serve, or none can; reasons carry values.
@@ -180,7 +180,7 @@ def select_backend(
 
 
 def forced_for(backend: BackendName | None) -> ForcedBackend | None:
-    """The backend that is forced, and by whom, when a caller asks for ``backend``; None: none is."""
+    """The backend that is forced when a caller asks for ``backend``, and by whom; None: none is."""
     if backend is not None:
         return ForcedBackend(backend_key(backend), "the caller")
     return forced_backend()

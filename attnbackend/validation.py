@@ -161,8 +161,8 @@ def single_changes(backend: Backend, config: AttentionSelectorConfig) -> list[Ch
     """Changes of one field, to a value that the backend claims, after which it accepts ``config``.
 
     Of sizes that may be any multiple of a number, only the nearest below and above are tried. Empty
-    when the backend accepts ``config`` as it is, and when no single change suffices. Head counts are
-    the model's and are not varied. The probe is not run again.
+    when the backend accepts ``config`` as it is, and when no single change suffices. Head counts
+    are the model's and are not varied. The probe is not run again.
     """
     if not backend.validate_configuration(config):
         return []

@@ -65,7 +65,7 @@ class Batch:
     tables: tuple[Tensor, Tensor, Tensor]  # query_start_loc, seq_lens, block_table
     keys_LHD: list[Tensor]
     values_LHD: list[Tensor]
-    options: dict[str, Tensor | None]
+    options: dict[str, Any]
 
 
 def empty_cache(case: Case, blocks: int) -> Tensor:
@@ -98,7 +98,7 @@ def make_tables(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor,
     return starts, seq_lens, table
 
 
-def make_options(case: Case, generator: torch.Generator) -> dict[str, Tensor | None]:
+def make_options(case: Case, generator: torch.Generator) -> dict[str, Any]:
     def scale() -> Tensor | None:
         count = (0, 1, case.kv_heads)[case.scales]
         return torch.rand(count, generator=generator) + 0.5 if count else None
@@ -154,29 +154,31 @@ def visible(case: Case, length: int, position: int) -> Tensor:
     return mask
 
 
-def dense_head(
-    batch: Batch, row: int, token: int, head: int, position: int, dtype: torch.dtype
+def dense_token(
+    batch: Batch, row: int, token: int, position: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Output [Dv] and natural LSE of one query row, every step in `dtype`."""
+    """Output [H, Dv] and natural LSE [H] of one token, every step in `dtype`."""
     case = batch.case
-    kv_head = head // (case.heads // case.kv_heads)
-    keys = batch.keys_LHD[row][:, kv_head].to(dtype)
-    values = batch.values_LHD[row][:, kv_head].to(dtype)
-    empty = torch.zeros(case.value_size, dtype=dtype), torch.tensor(-INF, dtype=dtype)
-    if len(keys) == 0:
-        return empty
-    score = keys @ batch.query_THD[token, head].to(dtype) * case.head_size**-0.5
+    group = case.heads // case.kv_heads
+    key_HLD = batch.keys_LHD[row].to(dtype).repeat_interleave(group, 1).transpose(0, 1)
+    value_HLD = batch.values_LHD[row].to(dtype).repeat_interleave(group, 1).transpose(0, 1)
+    length = key_HLD.shape[1]
+    score_HL = (key_HLD @ batch.query_THD[token].to(dtype)[:, :, None])[:, :, 0]
+    score_HL = score_HL * case.head_size**-0.5
     if case.soft_cap > 0:
-        score = case.soft_cap * torch.tanh(score / case.soft_cap)
+        score_HL = case.soft_cap * torch.tanh(score_HL / case.soft_cap)
     slopes, sinks = batch.options["alibi_slopes"], batch.options["sinks"]
     if slopes is not None:
-        score = score + slopes[head].to(dtype) * (torch.arange(len(keys)) - position).to(dtype)
-    seen = visible(case, len(keys), position)
-    logits = score[seen] if sinks is None else torch.cat([score[seen], sinks[head : head + 1]])
-    if len(logits) == 0:
-        return empty
-    lse = torch.logsumexp(logits.to(dtype), 0)
-    return torch.exp(score[seen] - lse) @ values[seen], lse
+        distance = torch.arange(length) - position
+        score_HL = score_HL + slopes[:, None].to(dtype) * distance.to(dtype)
+    seen_HL = score_HL[:, visible(case, length, position)]
+    logits = seen_HL
+    if sinks is not None and length > 0:
+        logits = torch.cat([seen_HL, sinks[:, None].to(dtype)], 1)
+    lse_H = torch.logsumexp(logits, 1)  # -inf over nothing
+    weight_HL = torch.exp(seen_HL - lse_H[:, None])
+    value_HLD = value_HLD[:, visible(case, length, position)]
+    return (weight_HL[:, None] @ value_HLD)[:, 0], lse_H
 
 
 def dense(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -189,9 +191,7 @@ def dense(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         start, end = int(starts[row]), int(starts[row + 1])
         for token in range(start, end):
             position = length - (end - start) + token - start
-            for head in range(case.heads):
-                found = dense_head(batch, row, token, head, position, dtype)
-                output[token, head], lse[token, head] = found
+            output[token], lse[token] = dense_token(batch, row, token, position, dtype)
     return output, lse
 
 
@@ -371,7 +371,6 @@ def test_lse_is_optional() -> None:
 def test_sinks_take_any_float_dtype(dtype: torch.dtype) -> None:
     batch = make_batch(Case(sinks=True))
     sinks = batch.options["sinks"]
-    assert sinks is not None
     batch.options["sinks"] = sinks.bfloat16().float()
     expected = run(batch)[0]
     batch.options["sinks"] = sinks.bfloat16().to(dtype)
@@ -754,7 +753,7 @@ def test_attention_refuses_a_block_outside_the_cache_and_names_it(block: int) ->
 
 def test_attention_refuses_unknown_keywords() -> None:
     with pytest.raises(TypeError, match="window_size"):
-        paged_attention(**good_arguments(), window_size=4)
+        paged_attention(**{**good_arguments(), "window_size": 4})
 
 
 @pytest.mark.parametrize("slot", [160, 2**40])

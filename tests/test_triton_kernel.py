@@ -651,12 +651,11 @@ def test_cache_write_of_unequal_head_sizes_and_strides(layout: str) -> None:
 # --- merging states ----------------------------------------------------------------------
 
 
-def merged(*states: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
-    out, lse = (
-        poison(tuple(states[0].shape), dtype or states[0].dtype),
-        poison(tuple(states[1].shape), F32),
-    )  # noqa: E501
-    merge_attention_states(*states, out, lse)
+def merged(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = poison(tuple(out_a.shape), out_a.dtype), poison(tuple(lse_a.shape), F32)
+    merge_attention_states(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
 
@@ -715,8 +714,8 @@ def test_merge_of_two_halves_is_attention_over_all_keys() -> None:
     options = Options(causal=False)
     whole, whole_lse = dense_attention(q, k, v, options)
     halves = [dense_attention(q, k[s], v[s], options) for s in (slice(7), slice(7, 20))]
-    states = [x.float() for half in halves for x in half]
-    out, lse = merged(*states)
+    (out_a, lse_a), (out_b, lse_b) = [[x.float() for x in half] for half in halves]
+    out, lse = merged(out_a, lse_a, out_b, lse_b)
     torch.testing.assert_close(out, whole.float(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, whole_lse.float(), rtol=1e-6, atol=1e-6)
 
@@ -748,10 +747,13 @@ def test_an_option_out_of_range_is_refused(change: dict[str, Any], message: str)
         ("query", torch.zeros(11, 4, 32, dtype=torch.float64), "query.dtype is torch.float64"),
         ("query", torch.zeros(11, 3, 32, dtype=F16), "query heads is 3"),
         ("query", torch.zeros(11, 4, 36, dtype=F16)[..., :36], "head size"),
-        ("key_cache", torch.zeros(3, 8, 2, 32, dtype=F16), "key_cache|value_cache"),
-        ("seq_lens", torch.zeros(6, dtype=torch.int64), "seq_lens is .*int64"),
+        ("key_cache", torch.zeros(3, 8, 2, 32, dtype=F16), "value_cache.shape"),
+        ("seq_lens", torch.zeros(6, dtype=torch.int64), r"seq_lens\.dtype is torch\.int64"),
         ("query_start_loc", torch.zeros(6, dtype=torch.int32), "query_start_loc is 6"),
         ("block_table", torch.zeros(5, 3, dtype=torch.int32), "rows of block_table is 5"),
+        ("block_table", torch.zeros(6, 6, dtype=torch.int32)[:, ::2], "last stride of block_table"),
+        ("query_start_loc", torch.zeros(7, 1, dtype=torch.int32), "query_start_loc.shape"),
+        ("query", torch.zeros(11, 4, 64, dtype=F16)[..., ::2], "last stride of query is 2"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(name: str, value: torch.Tensor, message: str) -> None:

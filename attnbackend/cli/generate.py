@@ -91,7 +91,7 @@ def generate(
         params = _sampling_params(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
-        stages("importing torch and transformers")
+        stages("importing torch")
         from attnbackend.integrations.loading import load_model
 
         loaded = load_model(model, dtype=dtype, device=device, on_stage=stages)

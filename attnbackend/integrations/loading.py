@@ -180,7 +180,8 @@ def _load_weights(files: ModelFiles, dtype: torch.dtype | str) -> Any:
 
     with _explained(files, "weights"):
         model, info = AutoModelForCausalLM.from_pretrained(
-            files.folder, dtype=dtype, output_loading_info=True, **files.arguments
+            files.folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
+            **files.arguments,
         )
     absent = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))
     if absent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -11,7 +11,7 @@ from attnbackend.kv_cache import resolve_kv_cache_dtype
 
 __all__ = ["AttentionCase", "Probe"]
 
-Probe = Literal["window_edge", "soft_cap", "value_is_head"]
+Probe = Literal["window_edge", "newest_key", "soft_cap", "value_is_head"]
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -167,5 +167,5 @@ def _check_probe(case: AttentionCase) -> None:
             f'probe="window_edge" needs a sequence longer than the window, got sliding_window='
             f"{window} and seq_lens={case.seq_lens}"
         )
-    if case.probe not in (None, "window_edge", "soft_cap", "value_is_head"):
-        raise ValueError(f"probe={case.probe!r} is unknown")
+    if case.probe is not None and case.probe not in get_args(Probe):
+        raise ValueError(f"probe={case.probe!r} is unknown; allowed: {', '.join(get_args(Probe))}")

@@ -36,8 +36,13 @@ def apply_probe(case: AttentionCase, sequence: SequenceData) -> None:
     """Change ``sequence`` in place as ``case.probe`` says; nothing for None.
 
     Raises:
-        ValueError: ``window_edge`` under a soft-cap that would flatten its logits.
+        ValueError: ``window_edge`` or ``newest_key`` under a soft-cap that flattens their logits.
     """
+    if case.probe in ("window_edge", "newest_key") and 0 < case.logits_soft_cap < EDGE_LOGIT:
+        raise ValueError(
+            f'probe="{case.probe}" plants logits of {EDGE_LOGIT}, which logits_soft_cap='
+            f"{case.logits_soft_cap} would flatten; use 0 or at least {EDGE_LOGIT}"
+        )
     if case.probe == "value_is_head":
         _value_is_head(sequence)
     elif case.probe == "soft_cap":
@@ -45,6 +50,8 @@ def apply_probe(case: AttentionCase, sequence: SequenceData) -> None:
         sequence.q_NHD.mul_(case.logits_soft_cap)
     elif case.probe == "window_edge":
         _window_edge(case, sequence)
+    elif case.probe == "newest_key":
+        _newest_key(case, sequence)
 
 
 def _value_is_head(sequence: SequenceData) -> None:
@@ -60,21 +67,27 @@ def _window_edge(case: AttentionCase, sequence: SequenceData) -> None:
     wide halves the way to -EDGE_VALUE, the value just outside; one too narrow loses both keys.
     Other tokens of the request keep their unit-normal data.
     """
-    if 0 < case.logits_soft_cap < EDGE_LOGIT:
-        raise ValueError(
-            f'probe="window_edge" plants logits of {EDGE_LOGIT}, which logits_soft_cap='
-            f"{case.logits_soft_cap} would flatten; use 0 or at least {EDGE_LOGIT}"
-        )
-    length, query_len = sequence.k_LKD.shape[0], sequence.q_NHD.shape[0]
     assert case.sliding_window is not None
-    outside = length - 1 - case.sliding_window
-    if query_len == 0 or outside < 0:
+    outside = sequence.k_LKD.shape[0] - 1 - case.sliding_window
+    if outside >= 0:
+        _plant(case, sequence, outside, -EDGE_VALUE)
+        _plant(case, sequence, outside + 1, EDGE_VALUE)
+
+
+def _newest_key(case: AttentionCase, sequence: SequenceData) -> None:
+    """The newest token attends to itself: without its key the answer is a unit-normal average."""
+    if sequence.k_LKD.shape[0] > 0:
+        _plant(case, sequence, sequence.k_LKD.shape[0] - 1, EDGE_VALUE)
+
+
+def _plant(case: AttentionCase, sequence: SequenceData, position: int, value: float) -> None:
+    """A key at ``position`` that the newest query finds with a logit of EDGE_LOGIT in all heads."""
+    if sequence.q_NHD.shape[0] == 0:
         return
     group = case.num_heads // case.num_kv_heads
     for head in range(case.num_kv_heads):
-        probe_D = sequence.q_NHD[-1, head * group].clone()
-        sequence.q_NHD[-1, head * group : (head + 1) * group] = probe_D
-        matching_D = probe_D * (EDGE_LOGIT / (case.softmax_scale * float(probe_D @ probe_D)))
-        sequence.k_LKD[outside : outside + 2, head] = matching_D
-        sequence.v_LKD[outside, head] = -EDGE_VALUE
-        sequence.v_LKD[outside + 1, head] = EDGE_VALUE
+        query_D = sequence.q_NHD[-1, head * group].clone()
+        sequence.q_NHD[-1, head * group : (head + 1) * group] = query_D
+        stretch = EDGE_LOGIT / (case.softmax_scale * float(query_D @ query_D))
+        sequence.k_LKD[position, head] = query_D * stretch
+        sequence.v_LKD[position, head] = value

@@ -9,31 +9,34 @@ is that of the actual result's dtype at the largest finite magnitude of ``exact`
 between neighbouring values in the binade of max |exact|, that is eps * 2 ** floor(log2(max)). The
 criterion (with factor 2) is that of the flash-attention and PyTorch test suites.
 
-What it catches, measured with bf16 unit-normal data, 1024 keys, head size 128, 8 query heads over
-2, six seeds (ratio of error to what is allowed, smallest of the six, where the honest result has at
-most 0.2 in the output and 0.001 in the LSE; ``tests/test_testing_power.py`` holds the rule to it):
+What it catches, measured with one bf16 query of unit-normal data over 1024 keys, head size 128, 8
+query heads over 2, window 512, six seeds: the smallest ratio of error to what is allowed, above 1
+being caught. An honest result, float64 rounded once, has at most 0.25 in the output and 0.001 in
+the LSE. ``tests/test_testing_power.py`` holds the rule to this.
 
 =========================  ======  =====
 fault                      output  LSE
 =========================  ======  =====
-newest key missing         1.9     3.0
-scale wrong by 1%          0.84    13
-window one too wide        1.4     3.3
-window one too narrow      1.5     2.0
-one stale page of 16       7.6     5.6
-window ignored             29      390
-key/value heads swapped    62      140
+newest key missing         0.73    0.87
+scale wrong by 1%          0.93    10
+window one too wide        1.6     3.1
+window one too narrow      1.4     2.8
+one stale page of 16       10      10
+window ignored             32      550
+key/value heads swapped    75      33
+sinks ignored              29      740
+alibi ignored              66      1500
 =========================  ======  =====
 
 So judge the LSE too wherever a backend returns it: the yardstick's LSE carries the rounding of
 bf16 logits, an honest kernel's does not.
 
-What it cannot catch:
+What it cannot be relied on to catch, and what does (:mod:`attnbackend.testing.probes`):
 
-* A scale wrong by 1% from the output alone: one seed of six slips through.
-* A soft-cap of 50 that is ignored, from the output with unit-normal data: no logit comes near the
-  cap (ratio 0.23). The probing inputs of :mod:`attnbackend.testing.probes` raise it to 128, and
-  that of a window off by one to 120.
+* The newest key missing: one seed of six slips through both. The probe ``newest_key`` shows it.
+* A scale wrong by 1%, from the output alone: two seeds of six slip through.
+* A soft-cap of 50 that is ignored: no unit-normal logit comes near the cap (ratio 0.2 in the
+  output). The probe ``soft_cap`` raises it to 200, and ``window_edge`` a window off by one to 115.
 * A fault in rows of many keys, when the same tensor has rows of few keys: outputs and errors
   shrink with the number of keys, and the largest error of the tensor is that of the short rows.
   ``by="row"`` applies the rule to each row alone: with prompt tokens in the same batch it lifts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -23,121 +23,93 @@ def check_device(where: str, tensor: torch.Tensor) -> None:
         fail(where, "device", tensor.device, "CUDA, or any under TRITON_INTERPRET=1")
 
 
-class AttentionShape(NamedTuple):
-    """Sizes of one call ."""
-
-    tokens: int
-    heads: int
-    head_size: int
-    kv_heads: int
-    value_size: int
-    block_size: int
-    rows: int
-    table_width: int
-
-
-def attention_shape(
-    where: str,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    output: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-) -> AttentionShape:
-    """Sizes of a call, or ValueError for tensors that do not go together."""
-    check_device(where, query)
-    for name, tensor, dim in (("query", query, 3), ("key_cache", key_cache, 4)):
-        if tensor.dim() != dim:
-            fail(where, f"{name}.shape", tuple(tensor.shape), f"{dim} dimensions")
-    tokens, heads, size = query.shape
-    _, block_size, kv_heads, key_size = key_cache.shape
-    _check_caches(where, key_cache, value_cache, block_size)
-    if key_size != size:
-        fail(where, "head size of key_cache", key_size, f"that of query, {size}")
-    if size % 8 or not 8 <= size <= 256:
-        fail(where, "head size", size, "multiples of 8 from 8 to 256")
-    if heads % kv_heads:
-        fail(where, "number of query heads", heads, f"multiples of the {kv_heads} kv heads")
-    value_size = value_cache.shape[3]
-    if output.shape != (tokens, heads, value_size):
-        fail(where, "output.shape", tuple(output.shape), f"{(tokens, heads, value_size)}")
-    _check_floats(where, query, output)
-    rows, width = _batch_shape(where, query_start_loc, seq_lens, block_table)
-    return AttentionShape(tokens, heads, size, kv_heads, value_size, block_size, rows, width)
-
-
-def _check_caches(
-    where: str, key_cache: torch.Tensor, value_cache: torch.Tensor, block_size: int
+def check_heads(
+    where: str, heads: int, head_size: int, key_shape: torch.Size, value_shape: torch.Size
 ) -> None:
-    if value_cache.shape[:3] != key_cache.shape[:3]:
-        allowed = f"the blocks, block size and kv heads of key_cache, {tuple(key_cache.shape[:3])}"
-        fail(where, "value_cache.shape", tuple(value_cache.shape), allowed)
-    if block_size % 16:
+    """ValueError for head counts, head sizes or a block size that the kernels do not take."""
+    block_size, kv_heads, key_size, value_size = *key_shape[1:], value_shape[3]
+    if key_size != head_size:
+        fail(where, "head size of key_cache", key_size, f"that of query, {head_size}")
+    for name, size in (("query", head_size), ("value_cache", value_size)):
+        if size % 8 or not 8 <= size <= 256:
+            fail(where, f"head size of {name}", size, "multiples of 8 from 8 to 256")
+    if kv_heads == 0 or heads % kv_heads:
+        fail(where, "number of query heads", heads, f"multiples of the {kv_heads} kv heads")
+    if value_shape[:3] != key_shape[:3]:
+        allowed = f"the blocks, block size and kv heads of key_cache, {tuple(key_shape[:3])}"
+        fail(where, "value_cache.shape", tuple(value_shape), allowed)
+    if block_size % 16 or block_size == 0:
         fail(where, "block size", block_size, "multiples of 16")
-    value_size = value_cache.shape[3]
-    if value_size % 8 or not 8 <= value_size <= 256:
-        fail(where, "head size of value_cache", value_size, "multiples of 8 from 8 to 256")
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.dtype not in CACHE_DTYPES:
-            fail(where, f"{name}.dtype", cache.dtype, names(CACHE_DTYPES))
-        if cache.stride(3) != 1:
-            fail(where, f"last stride of {name}", cache.stride(3), "1")
 
 
-def _check_floats(where: str, query: torch.Tensor, output: torch.Tensor) -> None:
-    for name, tensor in (("query", query), ("output", output)):
-        if tensor.dtype not in QUERY_DTYPES:
-            fail(where, f"{name}.dtype", tensor.dtype, names(QUERY_DTYPES))
-        if tensor.stride(2) != 1:
-            fail(where, f"last stride of {name}", tensor.stride(2), "1")
+def check_dtypes(
+    where: str, query: torch.dtype, key: torch.dtype, value: torch.dtype, output: torch.dtype
+) -> None:
+    """ValueError for a dtype that the attention kernels do not take."""
+    for name, dtype in (("query", query), ("output", output)):
+        if dtype not in QUERY_DTYPES:
+            fail(where, f"{name}.dtype", dtype, names(QUERY_DTYPES))
+    for name, dtype in (("key_cache", key), ("value_cache", value)):
+        if dtype not in CACHE_DTYPES:
+            fail(where, f"{name}.dtype", dtype, names(CACHE_DTYPES))
 
 
-def _batch_shape(
+def check_dimensions(where: str, tensors: dict[str, torch.Tensor]) -> None:
+    """ValueError unless the tensors have the dimensions and the last stride of their role."""
+    counts = {"query": 3, "output": 3, "key_cache": 4, "value_cache": 4, "block_table": 2}
+    for name, tensor in tensors.items():
+        count = counts.get(name, 1)
+        if tensor.dim() != count:
+            fail(where, f"{name}.shape", tuple(tensor.shape), f"{count} dimension(s)")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            fail(where, f"last stride of {name}", tensor.stride(-1), "1")
+
+
+def check_metadata(
     where: str,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
-) -> tuple[int, int]:
-    metadata = (query_start_loc, 1), (seq_lens, 1), (block_table, 2)
-    for name, (tensor, dim) in zip(
-        ("query_start_loc", "seq_lens", "block_table"), metadata, strict=True
+) -> None:
+    """ValueError unless these are int32 and agree on the number of rows."""
+    for name, tensor in (
+        ("query_start_loc", query_start_loc),
+        ("seq_lens", seq_lens),
+        ("block_table", block_table),
     ):
-        if tensor.dim() != dim or tensor.dtype != torch.int32:
-            value = f"{tuple(tensor.shape)} of {tensor.dtype}"
-            fail(where, f"{name}", value, f"torch.int32 with {dim} dimension(s)")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            fail(where, f"last stride of {name}", tensor.stride(-1), "1")
-    rows, width = seq_lens.shape[0], block_table.shape[1]
+        if tensor.dtype != torch.int32:
+            fail(where, f"{name}.dtype", tensor.dtype, "torch.int32")
+    rows = seq_lens.shape[0]
     if query_start_loc.shape[0] != rows + 1:
         fail(where, "length of query_start_loc", query_start_loc.shape[0], f"{rows + 1}, rows + 1")
     if block_table.shape[0] != rows:
         fail(where, "rows of block_table", block_table.shape[0], f"{rows}, those of seq_lens")
-    return rows, width
 
 
-def check_options(
+def check_masks(where: str, sliding_window: int | None, logits_soft_cap: float) -> None:
+    """ValueError for a window or a soft-cap that has no meaning."""
+    if sliding_window is not None and sliding_window < 1:
+        fail(where, "sliding_window", sliding_window, "None, or at least 1 (it counts the token)")
+    if not 0 <= logits_soft_cap < float("inf"):
+        fail(where, "logits_soft_cap", logits_soft_cap, "0 for none, or a positive number")
+
+
+def check_extras(
     where: str,
-    shape: AttentionShape,
-    sliding_window: int | None,
-    logits_soft_cap: float,
+    tokens: int,
+    heads: int,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> None:
-    """ValueError for an optional argument that the kernels cannot honour."""
-    if sliding_window is not None and sliding_window < 1:
-        fail(where, "sliding_window", sliding_window, "None, or at least 1 (it counts the token)")
-    if logits_soft_cap < 0:
-        fail(where, "logits_soft_cap", logits_soft_cap, "0 for none, or a positive number")
+    """ValueError for an optional tensor of another shape, dtype or layout than documented."""
     if alibi_slopes is not None:
-        check_vector(where, "alibi_slopes", alibi_slopes, (torch.float32,), (shape.heads,))
+        check_vector(where, "alibi_slopes", alibi_slopes, (torch.float32,), (heads,))
     if sinks is not None:
-        check_vector(where, "sinks", sinks, QUERY_DTYPES, (shape.heads,))
-    if lse is not None and (lse.dtype != torch.float32 or lse.shape != (shape.tokens, shape.heads)):
-        allowed = f"torch.float32 of shape {(shape.tokens, shape.heads)}"
-        fail(where, "lse", f"{tuple(lse.shape)} of {lse.dtype}", allowed)
+        check_vector(where, "sinks", sinks, QUERY_DTYPES, (heads,))
+    if lse is not None and (lse.dtype != torch.float32 or lse.shape != (tokens, heads)):
+        found = f"{tuple(lse.shape)} of {lse.dtype}"
+        fail(where, "lse", found, f"torch.float32 of shape {(tokens, heads)}")
 
 
 def check_vector(

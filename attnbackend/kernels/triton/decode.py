@@ -311,19 +311,16 @@ def paged_decode_attention(
         scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale,
         lse,
     )  # fmt: skip
-    shape = launch.shape
-    if shape.tokens > shape.rows:
-        fail(WHERE, "number of tokens", shape.tokens, f"at most one a row, {shape.rows} here")
-    if shape.tokens == 0:
+    plan, rows = launch.plan, launch.rows
+    if launch.tokens > rows:
+        fail(WHERE, "number of tokens", launch.tokens, f"at most one a row, {rows} here")
+    if launch.tokens == 0:
         return
-    group, width = launch.constants["GROUP"], max(shape.head_size, shape.value_size)
     if tile is None:
-        tile = tile_config(launch.product, width, group, "decode")
-    head_tiles = shape.kv_heads * pieces_per_kv_head(group, tile.block_m)
+        tile = tile_config(plan.product, plan.width, plan.group, "decode")
     if num_splits is None:
-        max_keys = shape.table_width * shape.block_size
-        processors = processor_count(query.device)
-        num_splits = decode_num_splits(shape.rows * head_tiles, max_keys, processors)
+        programs = rows * launch.kv_heads * pieces_per_kv_head(plan.group, tile.block_m)
+        num_splits = decode_num_splits(programs, launch.max_keys, processor_count(query.device))
     partial = _partial_buffer(query, launch, num_splits, workspace)
     _launch_decode(launch, tile, num_splits, partial)
     if partial is not None:
@@ -337,8 +334,7 @@ def _partial_buffer(
         fail(WHERE, "num_splits", num_splits, "None, or at least 1")
     if num_splits == 1:
         return None
-    shape = launch.shape
-    needed = decode_workspace_size(shape.rows, shape.heads, shape.value_size, num_splits)
+    needed = decode_workspace_size(launch.rows, launch.heads, launch.value_size, num_splits)
     if workspace is None:
         return torch.empty(needed, dtype=torch.float32, device=query.device)
     fits = workspace.numel() >= needed and workspace.is_contiguous()
@@ -351,23 +347,23 @@ def _partial_buffer(
 def _launch_decode(
     launch: Launch, tile: TileConfig, num_splits: int, partial: torch.Tensor | None
 ) -> None:
-    shape, group = launch.shape, launch.constants["GROUP"]
+    group = launch.plan.group
     pieces = pieces_per_kv_head(group, tile.block_m)
-    decode_kernel[(shape.kv_heads * pieces, num_splits, shape.rows)](
-        *launch.tensors, *launch.numbers, shape.tokens, shape.rows, num_splits, partial,
-        **launch.constants, M=tile.block_m, N=tile.block_n,
+    decode_kernel[(launch.kv_heads * pieces, num_splits, launch.rows)](
+        *launch.tensors, *launch.numbers, launch.tokens, launch.rows, num_splits, partial,
+        **launch.plan.constants, M=tile.block_m, N=tile.block_n,
         HEADS=heads_per_tile(group, tile.block_m), PIECES=pieces, MIN_KEYS=MIN_SPLIT_KEYS,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 def _launch_merge(launch: Launch, tile: TileConfig, num_splits: int, partial: torch.Tensor) -> None:
-    shape, constants = launch.shape, launch.constants
+    constants = launch.plan.constants
     out, lse, starts, seq_lens = launch.tensors[3:7]
     window, out_strides = launch.numbers[2], launch.numbers[11:15]
-    merge_splits_kernel[(shape.heads, shape.rows)](
+    merge_splits_kernel[(launch.heads, launch.rows)](
         partial, out, lse, starts, seq_lens, *out_strides, window,
-        shape.tokens, shape.rows, num_splits, constants["HAS_WINDOW"], constants["OUT_FMT"],
-        shape.value_size, constants["DV_PAD"], tile.block_n, MIN_SPLIT_KEYS, MERGE_STEP,
+        launch.tokens, launch.rows, num_splits, constants["HAS_WINDOW"], constants["OUT_FMT"],
+        launch.value_size, constants["DV_PAD"], tile.block_n, MIN_SPLIT_KEYS, MERGE_STEP,
         num_warps=2,
     )  # fmt: skip

@@ -1,27 +1,90 @@
-"""What the attention wrappers hand to their kernels, derived once from the call's arguments."""
+"""What the attention wrappers hand to their kernels, derived once from the call's arguments.
+
+What does not change from step to step (heads, dtypes, options) is validated and laid out once
+and cached; each call adds its tensors, their strides and the sizes of the batch.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from .checks import AttentionShape, attention_shape, check_options, scale_stride
+from . import checks
 from .codec import TRITON_DTYPE, kernel_view, product_dtype, stored_format
 from .config import padded_size
+
+
+class Plan(NamedTuple):
+    """The part of a launch that a layer repeats at each step."""
+
+    product: torch.dtype
+    """Dtype of the matrix products."""
+    group: int
+    """Query heads of one kv head."""
+    width: int
+    """The larger of the head sizes of K and V."""
+    formats: tuple[str, ...] | None
+    """How query, caches, output and sinks are stored; None where all are native."""
+    constants: dict[str, Any]
 
 
 class Launch(NamedTuple):
     """Arguments that the prefill and the decode kernel have in common."""
 
-    shape: AttentionShape
-    product: torch.dtype
+    plan: Plan
+    tokens: int
+    rows: int
+    heads: int
+    kv_heads: int
+    value_size: int
+    max_keys: int
+    """What the block table has room for: its width times the block size."""
     tensors: tuple[Any, ...]
     """query, key_cache, value_cache, output, lse, query_start_loc, seq_lens, block_table,
     alibi_slopes, sinks, k_scale, v_scale"""
     numbers: tuple[Any, ...]
     """scale, soft_cap, window, then the strides"""
-    constants: dict[str, Any]
+
+
+@lru_cache(maxsize=4096)
+def make_plan(
+    where: str,
+    heads: int,
+    head_size: int,
+    key_shape: torch.Size,
+    value_shape: torch.Size,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype],
+    sink_dtype: torch.dtype,
+    device: torch.device,
+    causal: bool,
+    sliding_window: int | None,
+    logits_soft_cap: float,
+) -> Plan:
+    """Validate and lay out what a layer repeats. `dtypes`: query, key, value cache, output."""
+    checks.check_dtypes(where, *dtypes)
+    checks.check_heads(where, heads, head_size, key_shape, value_shape)
+    checks.check_masks(where, sliding_window, logits_soft_cap)
+    _, block_size, kv_heads, value_size = value_shape
+    product = product_dtype(*dtypes[:3])
+    formats = tuple(stored_format(dtype, device) for dtype in (*dtypes, sink_dtype))
+    constants = {
+        "CAUSAL": bool(causal),
+        "HAS_WINDOW": sliding_window is not None,
+        "HAS_CAP": logits_soft_cap > 0,
+        "GROUP": heads // kv_heads,
+        "S": block_size,
+        "D": head_size,
+        "DV": value_size,
+        "D_PAD": padded_size(head_size),
+        "DV_PAD": padded_size(value_size),
+        "DOT": TRITON_DTYPE[product],
+        **dict(zip(("Q_FMT", "K_FMT", "V_FMT", "OUT_FMT", "SINK_FMT"), formats, strict=True)),
+    }
+    unusual = formats if set(formats) != {"native"} else None
+    width = max(head_size, value_size)
+    return Plan(product, heads // kv_heads, width, unusual, constants)
 
 
 def prepare(
@@ -44,55 +107,61 @@ def prepare(
     lse: torch.Tensor | None,
 ) -> Launch:
     """Validate a call and lay out its arguments. ValueError for what the kernels cannot do."""
-    shape = attention_shape(
-        where, query, key_cache, value_cache, output, query_start_loc, seq_lens, block_table
-    )
-    check_options(where, shape, sliding_window, logits_soft_cap, alibi_slopes, sinks, lse)
-    product = product_dtype(query.dtype, key_cache.dtype, value_cache.dtype)
-    views, formats = _views(query.device, query, key_cache, value_cache, output, sinks)
-    q, k, v, out, sink = views
-    metadata = (query_start_loc, seq_lens, block_table, alibi_slopes, sink, k_scale, v_scale)
+    checks.check_device(where, query)
+    q, k, v, out = query.stride(), key_cache.stride(), value_cache.stride(), output.stride()
+    table, lens, starts = block_table.stride(), seq_lens.stride(), query_start_loc.stride()
+    dims = len(q), len(k), len(v), len(out), len(table), len(lens), len(starts)
+    last = q[-1:], k[-1:], v[-1:], out[-1:], table[-1:], lens[-1:], starts[-1:]
+    if dims != (3, 4, 4, 3, 2, 1, 1) or any(stride != (1,) for stride in last):
+        checks.check_dimensions(
+            where,
+            {
+                "query": query,
+                "key_cache": key_cache,
+                "value_cache": value_cache,
+                "output": output,
+                "block_table": block_table,
+                "seq_lens": seq_lens,
+                "query_start_loc": query_start_loc,
+            },
+        )
+    tokens, heads, head_size = query.shape
+    value_shape = value_cache.shape
+    plan = make_plan(
+        where, heads, head_size, key_cache.shape, value_shape,
+        (query.dtype, key_cache.dtype, value_cache.dtype, output.dtype),
+        torch.float32 if sinks is None else sinks.dtype,
+        query.device, causal, sliding_window, logits_soft_cap,
+    )  # fmt: skip
+    _, block_size, kv_heads, value_size = value_shape
+    if output.shape != (tokens, heads, value_size):
+        allowed = f"{(tokens, heads, value_size)}"
+        checks.fail(where, "output.shape", tuple(output.shape), allowed)
+    checks.check_metadata(where, query_start_loc, seq_lens, block_table)
+    checks.check_extras(where, tokens, heads, alibi_slopes, sinks, lse)
     numbers = (
-        float(scale),
+        float(scale),  # an int would become a compile-time constant
         float(logits_soft_cap),
         sliding_window or 0,
-        *query.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *output.stride()[:2],
+        *q[:2],
+        *k[:3],
+        *v[:3],
+        *out[:2],
         *((0, 0) if lse is None else lse.stride()),
-        block_table.stride(0),
-        scale_stride(where, "k_scale", k_scale, shape.kv_heads),
-        scale_stride(where, "v_scale", v_scale, shape.kv_heads),
+        table[0],
+        checks.scale_stride(where, "k_scale", k_scale, kv_heads),
+        checks.scale_stride(where, "v_scale", v_scale, kv_heads),
     )
-    constants = {
-        "CAUSAL": bool(causal),
-        "HAS_WINDOW": sliding_window is not None,
-        "HAS_CAP": logits_soft_cap > 0,
-        "GROUP": shape.heads // shape.kv_heads,
-        "S": shape.block_size,
-        "D": shape.head_size,
-        "DV": shape.value_size,
-        "D_PAD": padded_size(shape.head_size),
-        "DV_PAD": padded_size(shape.value_size),
-        "DOT": TRITON_DTYPE[product],
-        **formats,
-    }
-    return Launch(shape, product, (q, k, v, out, lse, *metadata), numbers, constants)
+    named_tensors = (query, key_cache, value_cache, output, sinks)
+    if plan.formats is not None:
+        named_tensors = _views(named_tensors, plan.formats)
+    *four, sinks = named_tensors
+    metadata = query_start_loc, seq_lens, block_table
+    tensors = (*four, lse, *metadata, alibi_slopes, sinks, k_scale, v_scale)
+    rows, max_keys = seq_lens.shape[0], block_table.shape[1] * block_size
+    return Launch(plan, tokens, rows, heads, kv_heads, value_size, max_keys, tensors, numbers)
 
 
-def _views(
-    device: torch.device,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    output: torch.Tensor,
-    sinks: torch.Tensor | None,
-) -> tuple[tuple[torch.Tensor | None, ...], dict[str, str]]:
-    tensors = (query, key_cache, value_cache, output, sinks)
-    found = ["native" if t is None else stored_format(t.dtype, device) for t in tensors]
-    views = tuple(
-        t if t is None else kernel_view(t, fmt) for t, fmt in zip(tensors, found, strict=True)
-    )
-    labels = ("Q_FMT", "K_FMT", "V_FMT", "OUT_FMT", "SINK_FMT")
-    return views, dict(zip(labels, found, strict=True))
+def _views(tensors: tuple[Any, ...], formats: tuple[str, ...]) -> Any:
+    pairs = zip(tensors, formats, strict=True)
+    return tuple(t if t is None else kernel_view(t, fmt) for t, fmt in pairs)

@@ -256,17 +256,17 @@ def paged_attention(
         block_table, scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks,
         k_scale, v_scale, lse,
     )  # fmt: skip
-    shape, constants = launch.shape, launch.constants
-    if shape.tokens == 0:
+    plan, tokens, rows = launch.plan, launch.tokens, launch.rows
+    if tokens == 0:
         return
-    group, width = constants["GROUP"], max(shape.head_size, shape.value_size)
+    group = plan.group
     if tile is None:
-        tile = tile_config(launch.product, width, group, batch_kind(shape.tokens, shape.rows))
+        tile = tile_config(plan.product, plan.width, group, batch_kind(tokens, rows))
     heads, pieces = heads_per_tile(group, tile.block_m), pieces_per_kv_head(group, tile.block_m)
     # One tile more for each row than its tokens fill, and one for tokens past the last row.
-    tiles = shape.tokens // (tile.block_m // heads) + shape.rows + 1
-    paged_attention_kernel[(tiles, shape.kv_heads * pieces)](
-        *launch.tensors, *launch.numbers, shape.tokens, shape.rows, **constants,
+    tiles = tokens // (tile.block_m // heads) + rows + 1
+    paged_attention_kernel[(tiles, launch.kv_heads * pieces)](
+        *launch.tensors, *launch.numbers, tokens, rows, **plan.constants,
         M=tile.block_m, N=tile.block_n, HEADS=heads, PIECES=pieces,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

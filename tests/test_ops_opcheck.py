@@ -1,0 +1,86 @@
+"""torch's own checks of every op, and the state audit that they lack."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from op_cases import DENSE_BACKENDS, DEVICE, case, forward_op, require, update_op
+
+from attnbackend.testing import (
+    AllowedArgument,
+    AttentionCase,
+    AuditLedger,
+    kv_update_kwargs,
+    kv_update_positional,
+    make_batch,
+    op_kwargs,
+    op_positional,
+)
+
+OPCHECK_CASES = {
+    "everything_given": case("window_cap_and_sinks", use_alibi=True),
+    "nothing_given": case("no_lse"),
+    "one_token": case("plain", "one_token"),
+    "padded": case("plain", "padded"),
+    "zero_length_rows": case("plain", "empty_row_first"),
+    "hnd": case("hnd", "decode"),
+    "layers_interleaved": case("hnd_layers_interleaved", "decode"),
+    "strided_tensors": case("strided_tensors", "decode"),
+    "fp8_scales": case("fp8_per_head_scales", "decode"),
+    "float16": case("plain", "decode", dtype=torch.float16),
+}
+EXCUSED = [
+    AllowedArgument(name, "no dense backend of the project claims it; selection refuses it")
+    for name in ("q_scale", "output_scale", "output_block_scale")
+]
+OPS = ("agnostic", *DENSE_BACKENDS)
+
+
+def _without_nan(attention_case: AttentionCase):  # type: ignore[no-untyped-def]
+    """opcheck compares runs with `==`-like rules, so nothing may be NaN beforehand."""
+    batch = make_batch(attention_case, DEVICE)
+    for x in (batch.kv_buffer, batch.query, batch.key, batch.value, batch.output, batch.lse):
+        if x is not None:
+            as_bytes = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+            as_bytes.copy_(torch.ones_like(as_bytes) if x.dtype.itemsize == 1 else x.nan_to_num(0.5))
+    return batch
+
+
+@pytest.mark.parametrize("name", OPCHECK_CASES)
+@pytest.mark.parametrize("backend", OPS)
+def test_opcheck_passes_for_forward(backend: str, name: str) -> None:
+    if backend != "agnostic":
+        require(backend)
+    batch = _without_nan(OPCHECK_CASES[name])
+    torch.library.opcheck(forward_op(backend), op_positional(batch), op_kwargs(batch))
+
+
+@pytest.mark.parametrize("name", ["nothing_given", "padded", "hnd", "layers_interleaved", "fp8_scales", "one_token"])
+@pytest.mark.parametrize("backend", OPS)
+def test_opcheck_passes_for_cache_writes(backend: str, name: str) -> None:
+    if backend != "agnostic":
+        require(backend)
+    batch = _without_nan(OPCHECK_CASES[name])
+    torch.library.opcheck(update_op(backend), kv_update_positional(batch), kv_update_kwargs(batch))
+
+
+@pytest.mark.parametrize("backend", OPS)
+def test_state_audit_passes_for_forward(backend: str) -> None:
+    if backend != "agnostic":
+        require(backend)
+    ledger, op = AuditLedger(excuse=EXCUSED), forward_op(backend)
+    for attention_case in OPCHECK_CASES.values():
+        batch = make_batch(attention_case, DEVICE)
+        ledger.audit(op, op_positional(batch), op_kwargs(batch))
+    ledger.verdict(op).assert_ok()
+
+
+@pytest.mark.parametrize("backend", OPS)
+def test_state_audit_passes_for_cache_writes(backend: str) -> None:
+    if backend != "agnostic":
+        require(backend)
+    ledger, op = AuditLedger(), update_op(backend)
+    for name in ("nothing_given", "padded", "layers_interleaved", "fp8_scales"):
+        batch = make_batch(OPCHECK_CASES[name], DEVICE)
+        ledger.audit(op, kv_update_positional(batch), kv_update_kwargs(batch))
+    ledger.verdict(op).assert_ok()
