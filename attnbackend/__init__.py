@@ -1,6 +1,7 @@
 """attnbackend: the torch.compile registration layer for attention backends.
 
-Everything public is importable from here, lazily: ``import attnbackend`` imports nothing beyond torch.
+Everything public is importable from here, lazily: ``import attnbackend`` defines the agnostic ops and imports
+nothing heavy beyond torch.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import attnbackend.ops  # noqa: F401 (defines torch.ops.attnbackend.*)
+
 __version__ = "0.1.0"
 
 _EXPORTS = {
     "backend": ("AttentionBackend", "KVCacheDims"),
-    "compile": ("compile", "compile_layers"),
+    "compiler": ("compile", "compile_layers"),
     "config": ("Config", "get_config", "set_config"),
     "explain": ("explain",),
     "forward_context": ("ForwardContext", "get_forward_context", "set_forward_context"),
@@ -38,7 +41,7 @@ __all__ = ["__version__", *_MODULE_OF]
 
 if TYPE_CHECKING:
     from attnbackend.backend import *
-    from attnbackend.compile import *
+    from attnbackend.compiler import *
     from attnbackend.config import *
     from attnbackend.explain import *
     from attnbackend.forward_context import *

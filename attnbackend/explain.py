@@ -1,4 +1,4 @@
-"""`explain`: why a backend is chosen for a configuration, and what stands against each of the others."""
+"""`explain`: why a backend is chosen for a configuration, and what stands against the others."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from attnbackend.registry import (
-    BackendName,
-    backend_names,
-    backend_path,
-    is_implemented,
-    resolve_backend,
-)
+from attnbackend.registry import BackendName, backend_names, backend_path, is_implemented
 from attnbackend.selector import (
     AttentionSelectorConfig,
     Selection,
@@ -57,7 +51,7 @@ class BackendRow:
     constraints: tuple[Reason, ...] = ()
     """What the configuration asks for and the backend does not claim."""
     unavailable: Reason | None = None
-    """Why its kernels cannot run here. Where the class cannot be imported, its claims are unknown."""
+    """Why its kernels cannot run here. A class that cannot be imported has no constraints shown."""
     changes: tuple[Change, ...] = ()
     """Changes of one field, each of which alone lifts all ``constraints``."""
     op_names: tuple[str, ...] = ()
@@ -107,9 +101,7 @@ class Explanation:
         return "\n".join([*_outcome_lines(self), "", *_table_lines(self.rows)])
 
 
-def explain(
-    config: AttentionSelectorConfig, *, backend: BackendName | None = None
-) -> Explanation:
+def explain(config: AttentionSelectorConfig, *, backend: BackendName | None = None) -> Explanation:
     """What `select_backend` does with the same arguments, and why, for every known backend.
 
     Nothing is raised for a backend's sake: the error of a failed selection, and any exception of a
@@ -117,8 +109,8 @@ def explain(
 
     Args:
         config: what is asked for.
-        backend: the backend that a caller would name; None: as the configuration, the environment or
-            the platform's order decides.
+        backend: the backend that a caller would name; None: as the configuration, the environment
+            or the platform's order decides.
     """
     selection, error = _try_select(config, backend)
     forced = forced_for(backend)
@@ -160,13 +152,13 @@ def _row(
     try:
         found = _judge(name, config, chosen)
     except Exception as error:
-        fault = Unavailable(value=f"{type(error).__name__}: {error}", allowed="a sound backend class")
+        fault = Unavailable(value=f"{type(error).__name__}: {error}", allowed="a sound class")
         found = {"verdict": BackendVerdict.UNAVAILABLE, "unavailable": fault}
     return BackendRow(**found, **shared)
 
 
 def _judge(name: str, config: AttentionSelectorConfig, chosen: str | None) -> dict[str, Any]:
-    constraints, unavailable = backend_verdict(name, config)
+    constraints, unavailable, cls = backend_verdict(name, config)
     found: dict[str, Any] = {"constraints": constraints, "unavailable": unavailable}
     if unavailable:
         found["verdict"] = BackendVerdict.UNAVAILABLE
@@ -174,22 +166,10 @@ def _judge(name: str, config: AttentionSelectorConfig, chosen: str | None) -> di
         found["verdict"] = BackendVerdict.REFUSED
     else:
         found["verdict"] = BackendVerdict.SELECTED if name == chosen else BackendVerdict.ELIGIBLE
-    if not _is_import_failure(unavailable, constraints, name):
+    if cls is not None:
         found["op_names"] = _op_names(name)
-        found["changes"] = tuple(single_changes(resolve_backend(name), config))
+        found["changes"] = tuple(single_changes(cls, config))
     return found
-
-
-def _is_import_failure(
-    unavailable: Reason | None, constraints: tuple[Reason, ...], name: str
-) -> bool:
-    if unavailable is None or constraints:
-        return False
-    try:
-        resolve_backend(name)
-    except (ImportError, OSError):
-        return True
-    return False
 
 
 def _op_names(name: str) -> tuple[str, ...]:
@@ -230,7 +210,8 @@ def _outcome_lines(e: Explanation) -> Iterator[str]:
         yield from _wrapped("selected:   ", f"{e.selected}, {e.because}")
     else:
         yield "selected:   none"
-        yield from textwrap.indent(e.error or "", "  ").splitlines()
+        for line in (e.error or "").splitlines():
+            yield from _wrapped(" " * 12, line.strip())
 
 
 def _wrapped(head: str, text: str) -> list[str]:

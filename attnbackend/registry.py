@@ -275,8 +275,9 @@ def _unknown(name: str) -> ValueError:
     names = backend_names()
     by_case = {n.casefold(): n for n in names}
     close = difflib.get_close_matches(name.casefold(), by_case, n=3)
-    hint = f", did you mean {' or '.join(by_case[n] for n in close)}?" if close else ""
-    return ValueError(f"unknown attention backend {name!r}{hint}; known: {', '.join(names)}")
+    hint = f"; did you mean {' or '.join(by_case[n] for n in close)}?" if close else "."
+    usable = ", ".join(filter(is_implemented, names))
+    return ValueError(f"unknown attention backend {name!r}{hint} Allowed: {usable}")
 
 
 def resolve_backend(name: BackendName) -> type[AttentionBackend]:

@@ -144,7 +144,7 @@ class Selection:
     because: str
 
 
-NOT_IMPLEMENTED = Unavailable(value="not implemented", allowed="a class registered under the name")
+_NOT_IMPLEMENTED = Unavailable(value="not implemented", allowed="a class registered under the name")
 
 
 class Verdict(NamedTuple):
@@ -154,6 +154,8 @@ class Verdict(NamedTuple):
     """Claims that the configuration does not meet; empty too when the class cannot be imported."""
     unavailable: Unavailable | None
     """Why the kernels cannot run here, whatever the configuration."""
+    backend: type[AttentionBackend] | None
+    """The class; None where there is none to import."""
 
 
 def get_attn_backend(
@@ -250,18 +252,19 @@ def backend_verdict(name: str, config: AttentionSelectorConfig) -> Verdict:
     since they are faults of the backend.
     """
     if name in backend_names() and not is_implemented(name):
-        return Verdict((), NOT_IMPLEMENTED)
+        return Verdict((), _NOT_IMPLEMENTED, None)
     with outside_fake_mode():
         try:
             cls = resolve_backend(name)
         except (ImportError, OSError) as error:
-            return Verdict((), Unavailable(value=_cause(error), allowed="an importable class"))
+            missing = Unavailable(value=_cause(error), allowed="an importable class")
+            return Verdict((), missing, None)
         constraints = tuple(cls.validate_configuration(config))
         try:
             found = cls.unavailable_reason(config.device_type)
         except (ImportError, OSError) as error:
             found = _cause(error)
-    return Verdict(constraints, Unavailable(value=found) if found else None)
+    return Verdict(constraints, Unavailable(value=found) if found else None, cls)
 
 
 def _cause(error: Exception) -> str:

@@ -126,7 +126,7 @@ class Reason:
 class Unavailable(Reason):
     """Why a backend cannot run here whatever the configuration: its field is "probe".
 
-    ``value`` is what the probe found and ``allowed`` what it takes.
+    ``value`` is what importing or probing it found.
     """
 
     field: str = "probe"
@@ -134,4 +134,4 @@ class Unavailable(Reason):
     allowed: str = "a working installation"
 
     def __str__(self) -> str:
-        return f"unavailable: {self.value} (needs {self.allowed})"
+        return f"unavailable: {self.value}"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -228,21 +229,28 @@ def assert_as_good_as_torch(got: Tensor, plain: Tensor, exact: Tensor) -> None:
     assert error <= 2 * plain_error + ulp, f"error {error}, plain torch {plain_error}, ulp {ulp}"
 
 
-def check(case: Case, seed: int = 0) -> None:
-    batch = make_batch(case, seed)
-    output, lse = run(batch)
-    exact_output, exact_lse = dense(batch, torch.float64)
-    plain_output, plain_lse = dense(batch, torch.float32)
+def check(case: Case, seed: int = 0, threads: int = 2) -> None:
+    with thread_count(1):  # many small products
+        batch = make_batch(case, seed)
+        exact_output, exact_lse = dense(batch, torch.float64)
+        plain_output, plain_lse = dense(batch, torch.float32)
+    with thread_count(threads):
+        output, lse = run(batch)
     assert_as_good_as_torch(output, plain_output, exact_output)
     assert_as_good_as_torch(lse, plain_lse, exact_lse)
 
 
-@pytest.fixture(params=[1, 4], ids=["one thread", "four threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@contextmanager
+def thread_count(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    torch.set_num_threads(count)
+    yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[1, 4], ids=["one thread", "four threads"])
+def threads(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
 
 
 ALL: dict[str, Any] = {"window": 20, "soft_cap": 1.5, "alibi": True, "sinks": True}
@@ -279,7 +287,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature_matches_the_reference(name: str, threads: int) -> None:
-    check(FEATURES[name])
+    check(FEATURES[name], threads=threads)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -318,23 +326,22 @@ def test_every_number_of_rows_in_a_tile_matches_the_reference(rows: int) -> None
 def test_one_long_request_split_over_keys_matches_the_reference(
     query_len: int, sinks: bool, threads: int
 ) -> None:
-    check(Case((query_len,), (1500,), heads=6, kv_heads=2, head_size=32, sinks=sinks))
+    case = Case((query_len,), (1500,), heads=6, kv_heads=2, head_size=32, sinks=sinks)
+    check(case, threads=threads)
 
 
 def test_threads_do_not_change_the_result_beyond_rounding() -> None:
     batch = make_batch(Case((1,), (2000,)))
-    before = torch.get_num_threads()
     outputs = []
     for count in (1, 2, 7):
-        torch.set_num_threads(count)
-        outputs.append(run(batch)[0])
-    torch.set_num_threads(before)
+        with thread_count(count):
+            outputs.append(run(batch)[0])
     for output in outputs[1:]:
         torch.testing.assert_close(output, outputs[0], rtol=0, atol=1e-6)
 
 
 def test_splitting_a_request_skips_parts_outside_the_window(threads: int) -> None:
-    check(Case((1, 3), (1500, 900), head_size=32, window=300))
+    check(Case((1, 3), (1500, 900), head_size=32, window=300), threads=threads)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -435,7 +442,7 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
     assert torch.equal(got.view(as_int)[~nan], expected.view(as_int)[~nan])
 
 
-SOURCES = {
+SOURCES: dict[torch.dtype, Callable[[], Tensor]] = {
     torch.float32: interesting_floats,
     torch.float16: lambda: all_halves(torch.float16),
     torch.bfloat16: lambda: all_halves(torch.bfloat16),

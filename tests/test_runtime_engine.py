@@ -18,6 +18,7 @@ from runtime_toys import (
 from torch import Tensor
 
 from attnbackend.runtime import PreparedBatch, RequestOutput, SamplingParams, StepOutput
+from attnbackend.runtime.sampler import Draw, sample_tokens
 
 GREEDY = SamplingParams(max_tokens=6)
 
@@ -103,6 +104,19 @@ def test_seeded_tokens_repeat_and_unseeded_ones_differ() -> None:
     tokens = [tuple(o.token_ids) for o in outputs]
     assert tokens[0] == tokens[1]
     assert len(set(tokens)) == 3
+
+
+class FlatRunner(ToyRunner):
+    def _logits(self, batch: PreparedBatch, row: int) -> Tensor:
+        return torch.zeros(self.vocab_size)
+
+
+def test_each_token_of_a_request_has_its_own_draw() -> None:
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
+    (output,) = toy_engine(FlatRunner(vocab_size=1000)).generate([[1]], params)
+    assert len(set(output.token_ids)) > 25
+    expected = [sample_tokens(torch.zeros(1, 1000), [Draw(params, 3, i)])[0] for i in range(30)]
+    assert output.token_ids == expected
 
 
 def test_results_come_in_the_order_of_the_prompts() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnbackend.runtime import SamplingParams
-from attnbackend.runtime.random_draws import draw_key, uniform_draws
+from attnbackend.runtime.random_draws import draw_key, gumbel_draws, uniform_draws
 from attnbackend.runtime.sampler import INVALID_TOKEN, Draw, filter_logits, sample_tokens
 
 GREEDY = SamplingParams()
@@ -152,6 +152,30 @@ def test_uniform_draws_are_the_published_splitmix64_stream() -> None:
     for row, stream in enumerate([published, own]):
         expected = torch.tensor([bits / 2**64 for bits in stream], dtype=torch.float64)
         assert torch.allclose(found[row].double(), expected, rtol=2**-23, atol=2**-52)
+
+
+def splitmix64_inverse(value: int) -> int:
+    """The state whose output is the value."""
+
+    def unshift(bits: int, amount: int) -> int:
+        found = bits
+        for _ in range(64 // amount):
+            found = bits ^ found >> amount
+        return found
+
+    value = unshift(value, 31) * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    value = unshift(value, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    return unshift(value, 30)
+
+
+@pytest.mark.parametrize("bits", [0, 2**64 - 1], ids=["smallest", "largest"])
+def test_the_extreme_draws_are_finite(bits: int) -> None:
+    state = splitmix64_inverse(bits)
+    assert splitmix64(state) == bits
+    key = (state - 0x9E3779B97F4A7C15) % 2**64
+    keys = torch.tensor([key - 2**64 if key >= 2**63 else key])
+    assert 0 < float(uniform_draws(keys, 1)) < 1
+    assert math.isfinite(float(gumbel_draws(keys, 1)))
 
 
 def test_uniform_draws_lie_strictly_inside_the_unit_interval() -> None:

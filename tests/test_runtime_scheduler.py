@@ -91,6 +91,14 @@ def test_a_small_request_does_not_overtake_a_large_one() -> None:
     assert plan(run_step(scheduler)) == [("first", 1)]
 
 
+def test_a_newcomer_waits_while_running_requests_have_no_spare_block() -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=2)
+    add(scheduler, "a", 2, max_tokens=1)
+    add(scheduler, "b", 3, max_tokens=1)
+    assert plan(run_step(scheduler)) == [("a", 2)], "2 blocks are free: b's, and none to grow into"
+    assert plan(run_step(scheduler)) == [("b", 3)]
+
+
 def test_the_youngest_running_request_is_preempted_and_waits_at_the_front() -> None:
     scheduler = make_scheduler(num_blocks=7, block_size=2, budget=32)
     old, young = add(scheduler, "old", 4), add(scheduler, "young", 3)

@@ -33,8 +33,8 @@ def tiny_config(**changes: Any) -> Any:
     from transformers import LlamaConfig
 
     sizes = {
-        "vocab_size": len(VOCAB), "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "vocab_size": len(VOCAB), "hidden_size": 64, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
         "max_position_embeddings": MAX_POSITIONS, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     return LlamaConfig(**(sizes | changes))

@@ -1,4 +1,4 @@
-"""The command ``attnbackend``. Importing this package imports neither typer nor torch."""
+"""The command ``attnbackend``. Importing this package imports neither typer nor rich."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import typer
 
 from attnbackend import __version__
 from attnbackend.cli.backends import backends
+from attnbackend.cli.explain import explain
 from attnbackend.cli.generate import generate
 
 __all__ = ["app"]
@@ -42,3 +43,4 @@ def _common(
 
 app.command()(generate)
 app.command()(backends)
+app.command()(explain)

@@ -83,7 +83,7 @@ def all_backend_facts() -> list[BackendFacts]:
 
 
 def backend_facts(name: str) -> BackendFacts:
-    """Facts of one backend. A class that fails to import or to probe is unavailable, with its error."""
+    """Facts of one backend. A class that cannot be imported or probed is unavailable, and why."""
     known: dict[str, Any] = {"name": name, "source": _source(name)}
     if not is_implemented(name):
         return BackendFacts(status="not implemented", reason="no class is registered", **known)
@@ -108,7 +108,8 @@ def _unready_reason(cls: type[AttentionBackend]) -> str | None:
     """Why the backend runs on no device that is here; None when it runs on one."""
     here = [d for d in present_device_types() if d in cls.supported_device_types]
     if not here:
-        return f"needs {' or '.join(cls.supported_device_types) or 'a device'}, and there is none here"
+        needed = " or ".join(cls.supported_device_types) or "a device"
+        return f"needs {needed}, and there is none here"
     reasons = [_probe(cls, device_type) for device_type in here]
     return None if None in reasons else "; ".join(str(reason) for reason in reasons)
 
@@ -125,7 +126,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _claims(cls: type[AttentionBackend]) -> dict[str, list[str]]:
+def _claims(cls: type[AttentionBackend]) -> dict[str, Any]:
     return {
         "devices": list(cls.supported_device_types),
         "ops": _ops(cls.get_name()),

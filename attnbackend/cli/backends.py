@@ -34,9 +34,10 @@ def backends(
 
 
 def _print_all(facts: list[BackendFacts]) -> None:
-    order = ("ready", "unavailable")
-    for fact in sorted((f for f in facts if f.status in order), key=lambda f: order.index(f.status)):
-        _print_one(fact)
+    for status in _COLORS:
+        for fact in facts:
+            if fact.status == status:
+                _print_one(fact)
     names = [fact.name for fact in facts if fact.status == "not implemented"]
     if names:
         typer.echo(f"not implemented ({len(names)}): {', '.join(names)}")

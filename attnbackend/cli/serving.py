@@ -33,10 +33,9 @@ class ServingReport:
         tokens = f"{self.num_tokens} token{'s' if self.num_tokens != 1 else ''}"
         if self.first_token_s is None:
             return f"{tokens} in {self.total_s:.2f} s"
-        return (
-            f"{tokens} in {self.total_s:.2f} s, {self.num_tokens / self.total_s:.1f} tokens/s; the first "
-            f"after {self.first_token_s:.2f} s"
-        )
+        rate = self.num_tokens / self.total_s
+        first = f"the first after {self.first_token_s:.2f} s"
+        return f"{tokens} in {self.total_s:.2f} s, {rate:.1f} tokens/s; {first}"
 
 
 def serve(

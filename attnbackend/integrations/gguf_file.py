@@ -33,8 +33,8 @@ def check_gguf_file(path: Path) -> None:
     """Check magic, version, tensor table and file size; reads the header alone.
 
     Raises:
-        ValueError: not a GGUF file, a version other than 2 and 3, a damaged header, or a file shorter
-            than its header says.
+        ValueError: not a GGUF file, a version other than 2 and 3, a damaged header, or a file
+            shorter than its header says.
     """
     try:
         with path.open("rb") as file:
@@ -70,29 +70,30 @@ class _Cursor:
     def _require(self, count: int) -> None:
         if count > self.size - self.position:
             raise _Broken(
-                f"is cut off or damaged: its header goes on past the end of the file at {self.size} "
-                "bytes; copy or download it again"
+                f"is cut off or damaged: its header goes on past the end of the file at "
+                f"{self.size} bytes; copy or download it again"
             )
 
 
 def _check(cursor: _Cursor) -> None:
     if cursor.size < len(_MAGIC) or cursor.take(len(_MAGIC)) != _MAGIC:
         raise _Broken(
-            f"is not a GGUF file: it does not begin with {_MAGIC.decode()}; give a GGUF file or a folder "
-            "that transformers' save_pretrained wrote"
+            f"is not a GGUF file: it does not begin with {_MAGIC.decode()}; give a GGUF file or a "
+            "folder that transformers' save_pretrained wrote"
         )
     version, num_tensors, num_fields = cursor.numbers("IQQ")
     if version not in _VERSIONS:
         raise _Broken(
-            f"is GGUF version {version}, and versions 2 and 3 (little-endian) can be read; convert it again "
-            "with a current converter"
+            f"is GGUF version {version}, and versions 2 and 3 (little-endian) can be read; convert "
+            "it again with a current converter"
         )
     alignment = _read_alignment(cursor, num_fields)
     end = max((_tensor_end(cursor) for _ in range(num_tensors)), default=0)
     needed = -(-cursor.position // alignment) * alignment + end
     if cursor.size < needed:
         raise _Broken(
-            f"is cut off: it has {cursor.size} bytes and its header says {needed}; copy or download it again"
+            f"is cut off: it has {cursor.size} bytes and its header says {needed}; copy or "
+            "download it again"
         )
 
 
@@ -132,14 +133,16 @@ def _tensor_end(cursor: _Cursor) -> int:
     name = cursor.string()
     (num_dims,) = cursor.numbers("I")
     if not 0 < num_dims <= _MAX_DIMS:
-        raise _Broken(f"is damaged: tensor {name!r} has {num_dims} dimensions; 1 to {_MAX_DIMS} are allowed")
+        raise _Broken(
+            f"is damaged: tensor {name!r} has {num_dims} dimensions; 1 to {_MAX_DIMS} are allowed"
+        )
     dims = cursor.numbers(f"{num_dims}Q")
     kind, offset = cursor.numbers("IQ")
     sizes = _block_sizes()
     if kind not in sizes:
         raise _Broken(
-            f"holds tensor {name!r} in the quantization type {kind}, which this version of the gguf package "
-            "does not know; update it with: pip install -U gguf"
+            f"holds tensor {name!r} in the quantization type {kind}, unknown to the installed gguf "
+            "package; update it with: pip install -U gguf"
         )
     block_elements, block_bytes = sizes[kind]
     return offset + math.prod(dims) // block_elements * block_bytes
@@ -160,10 +163,10 @@ _READER_LOCK = threading.Lock()
 def one_gguf_reader() -> Iterator[None]:
     """Inside the block, parse each GGUF file's header once and each table of tensor names once.
 
-    transformers parses the header for the tokenizer, the config and the weights, and builds the table
-    for every module of the model. Both are looked up in the gguf package at each use, so remembered
-    forms stand in there for a while; a version that looks them up elsewhere is as slow as before. For a
-    model of 30 layers with a vocabulary of 49,152 this halved the loading time (16 s to 8 s on two cores).
+    transformers parses the header for the tokenizer, the config and the weights, and builds the
+    table for every module of the model. Both are looked up in the gguf package at each use, so
+    remembered forms stand in there for a while; a version that looks them up elsewhere is as slow
+    as before. For SmolLM2-135M, 30 layers and a vocabulary of 49,152, loading took half the time.
     """
     import gguf
 

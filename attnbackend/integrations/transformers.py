@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from attnbackend.compile import make_compiler
+from attnbackend.compiler import make_compiler
 from attnbackend.integrations.dense_cache import attend_dense
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
 from attnbackend.runtime.served_model import AttentionLayer

@@ -18,7 +18,7 @@ from attnbackend.backend import AttentionBackend, KVCacheDims
 from attnbackend.config import debug_checks_enabled, forced_backend
 from attnbackend.forward_context import get_forward_context
 from attnbackend.impl import AttentionImpl, AttentionParams, OptionalTensors
-from attnbackend.kv_cache import spec_of
+from attnbackend.kv_cache import resolve_kv_cache_dtype, spec_of
 from attnbackend.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnbackend.ops import checks
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
@@ -48,7 +48,8 @@ class _BoundAttention:
             call.output_scale, call.output_block_scale,
         )  # fmt: skip
         plan = self._plan(call)
-        self.impl.forward(call.query, call.key, call.value, call.kv_cache, plan, call.output, tensors)
+        kv_cache = _typed(call.kv_cache, call.kv_cache_dtype)
+        self.impl.forward(call.query, call.key, call.value, kv_cache, plan, call.output, tensors)
         if self.converts_lse and call.lse is not None:
             call.lse.mul_(_LN_2)
 
@@ -63,6 +64,13 @@ class _BoundAttention:
             num_tokens=call.query.shape[0], block_size=self.dims.block_size, causal=call.causal,
         )  # fmt: skip
         return self.builder.build(0, common)
+
+
+def _typed(kv_cache: Tensor, kv_cache_dtype: str) -> Tensor:
+    """A float8 cache that came as bytes, in its own type."""
+    if kv_cache.dtype is not torch.uint8:
+        return kv_cache
+    return kv_cache.view(resolve_kv_cache_dtype(kv_cache_dtype, kv_cache.dtype))
 
 
 def _standard_dims(kv_cache: Tensor) -> KVCacheDims:
@@ -258,4 +266,5 @@ def run_update(name: str | None, call: KVCacheUpdateCall) -> None:
         checks.check_slots(call, dims)
     if call.key.shape[0]:
         tensors = OptionalTensors(k_scale=call.k_scale, v_scale=call.v_scale)
-        impl.kv_cache_update(call.key, call.value, call.kv_cache, call.slot_mapping, tensors)
+        kv_cache = _typed(call.kv_cache, call.kv_cache_dtype)
+        impl.kv_cache_update(call.key, call.value, kv_cache, call.slot_mapping, tensors)

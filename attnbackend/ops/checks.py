@@ -53,10 +53,12 @@ def _check_contiguous_rows(what: str, x: Tensor | None) -> None:
 
 
 def _check_cache(kv_cache: Tensor, kv_cache_dtype: str, model_dtype: torch.dtype) -> None:
+    """A float8 cache may come as the bytes that it consists of, which more of torch's own ops can take."""
     wanted = resolve_kv_cache_dtype(kv_cache_dtype, model_dtype)
-    if kv_cache.dtype != wanted:
-        remedy = f"kv_cache.view({wanted})" if kv_cache.dtype.itemsize == wanted.itemsize == 1 else "allocate_kv_cache()"
-        _fail("dtype of kv_cache", kv_cache.dtype, f"{wanted} for kv_cache_dtype={kv_cache_dtype!r}; use {remedy}")
+    allowed = (wanted, torch.uint8) if wanted.itemsize == 1 else (wanted,)
+    if kv_cache.dtype not in allowed:
+        names = " or ".join(map(str, allowed))
+        _fail("dtype of kv_cache", kv_cache.dtype, f"{names} for kv_cache_dtype={kv_cache_dtype!r}")
 
 
 def _check_no_grad(*tensors: Tensor | None) -> None:

@@ -90,8 +90,7 @@ class Scheduler:
         step = Schedule(budget=self.max_num_batched_tokens)
         self._schedule_decodes(step)
         self._schedule_prefills(step)
-        if not step.preempted:
-            self._admit(step)
+        self._admit(step)
         return step
 
     def commit(self, scheduled: list[ScheduledRequest]) -> None:
