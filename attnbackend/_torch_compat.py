@@ -18,6 +18,7 @@ __all__ = [
     "compiler_backend",
     "inductor_graph_pass",
     "outside_fake_mode",
+    "register_namedtuple",
     "reset_compiler",
 ]
 
@@ -70,6 +71,13 @@ def inductor_graph_pass(run: Callable[[torch.fx.GraphModule], Any], uuid: Callab
             return uuid()
 
     return GraphPass()
+
+
+def register_namedtuple(cls: type) -> None:
+    """Lets exported programs that take a NamedTuple be saved."""
+    from torch.utils._pytree import _register_namedtuple
+
+    _register_namedtuple(cls, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
 
 
 def reset_compiler() -> None:

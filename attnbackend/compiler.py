@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from attnbackend._torch_compat import cache_key, compiler_backend
-from attnbackend.fx_passes import GraphPass, PassManager, SelectBackend
+from attnbackend.fx_passes import GraphPass, PassManager, PassReport, SelectBackend
 from attnbackend.fx_passes.select_backend import BackendChoice
 
 __all__ = ["CompilerWithPasses", "compile", "compile_layers"]
@@ -22,14 +22,22 @@ class CompilerWithPasses:
 
     def __init__(self, manager: PassManager, compiler: str, options: dict[str, Any] | None) -> None:
         self.manager = manager
+        self.reports: list[PassReport] = []
+        """What the passes did, graph by graph."""
         self.num_graphs = 0
         self._inner = compiler_backend(compiler, options)
 
     def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.manager.run(graph_module)
-        self.num_graphs += 1
+        reports = self.manager.run(graph_module)
         with cache_key(f"attnbackend-passes:{self.manager.uuid()}"):
-            return self._inner(graph_module, example_inputs)
+            compiled = self._inner(graph_module, example_inputs)
+        # Dynamo restarts a trace by an exception out of the inner compiler; only what succeeds counts.
+        self.reports += reports
+        self.num_graphs += 1
+        return compiled
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.reports)) or "no graph was compiled yet"
 
 
 def make_compiler(
@@ -58,7 +66,7 @@ def compile(
 
     Returns:
         The compiled model. Its attribute ``attnbackend_compiler`` tells what was done:
-        ``print(compiled.attnbackend_compiler.manager)``.
+        ``print(compiled.attnbackend_compiler)``.
     """
     own = make_compiler(backend, compiler=compiler, passes=passes, options=options)
     compiled: Any = torch.compile(model, backend=own, **kwargs)

@@ -8,6 +8,7 @@ from expecttest import assert_expected_inline
 from toy_models import make_stack, random_batch, reset_caches
 
 from attnbackend import AttentionSelectorConfig, ops
+from attnbackend.layers import BatchTensors
 from attnbackend.fx_passes import PassManager, SelectBackend, graph_text
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -17,7 +18,7 @@ def _exported(features: dict[str, object] | None = None, decompose: bool = False
     stack = make_stack(num_layers=1, **(features or {}))
     x, batch = random_batch(1)
     tokens = torch.export.Dim("tokens", min=2, max=512)
-    dynamic = ({0: tokens}, ({0: tokens}, None, None, None))
+    dynamic = ({0: tokens}, BatchTensors({0: tokens}, None, None, None))  # type: ignore[arg-type]
     program = torch.export.export(stack, (x, batch), dynamic_shapes=dynamic)
     return stack, (program.run_decompositions() if decompose else program)
 
@@ -32,15 +33,15 @@ def test_the_graph_before_and_after() -> None:
     assert_expected_inline(
         _attention_lines(program),
         """\
-kv_cache_update = attnbackend::kv_cache_update(unflatten_1, unflatten_2, !b_layers_0_attention_kv_cache, batch_slot_mapping)
-attention = attnbackend::attention(unflatten, unflatten_1, unflatten_2, b_layers_0_attention_kv_cache, !new_empty, batch_query_start_loc, batch_seq_lens, batch_block_table, scale=0.17677669529663687)""",
+kv_cache_update = attnbackend::kv_cache_update(view, view_1, !b_layers_0_attention_kv_cache, batch_slot_mapping)
+attention = attnbackend::attention(view_2, view, view_1, b_layers_0_attention_kv_cache, !new_empty, batch_query_start_loc, batch_seq_lens, batch_block_table, scale=0.1767766952966369)""",
     )
     PassManager([SelectBackend("CPU_ATTN")]).run(program.graph_module)
     assert_expected_inline(
         _attention_lines(program),
         """\
-kv_cache_update = attnbackend::cpu_attn_kv_cache_update(unflatten_1, unflatten_2, !b_layers_0_attention_kv_cache, batch_slot_mapping)
-attention = attnbackend::cpu_attn_forward(unflatten, unflatten_1, unflatten_2, b_layers_0_attention_kv_cache, !new_empty, batch_query_start_loc, batch_seq_lens, batch_block_table, scale=0.17677669529663687)""",
+kv_cache_update = attnbackend::cpu_attn_kv_cache_update(view, view_1, !b_layers_0_attention_kv_cache, batch_slot_mapping)
+attention = attnbackend::cpu_attn_forward(view_2, view, view_1, b_layers_0_attention_kv_cache, !new_empty, batch_query_start_loc, batch_seq_lens, batch_block_table, scale=0.1767766952966369)""",
     )
 
 

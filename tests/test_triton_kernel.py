@@ -448,7 +448,7 @@ def tiny(
     rest: float = NAN,
 ) -> Batch:
     """One row over one block of 16 slots, `rest` in all that is not given."""
-    caches = []
+    caches: list[torch.Tensor] = []
     for given in (keys, values):
         cache = torch.full((2, 16, 1, 32), rest, device=DEVICE).to(cache_dtype)
         cache[1, : len(given)] = lanes(given, cache_dtype)
@@ -457,7 +457,7 @@ def tiny(
         torch.tensor(x, dtype=torch.int32, device=DEVICE)
         for x in ([0, len(query)], [len(keys)], [[1]])
     ]
-    return Batch(lanes(query), *caches, *ints)
+    return Batch(lanes(query), caches[0], caches[1], ints[0], ints[1], ints[2])
 
 
 def first_lane(kernel: Any, batch: Batch, **options: Any) -> list[float]:
@@ -579,7 +579,8 @@ def test_block_beyond_31_bits(block_stride: int, block: int) -> None:
     cache_write(new, new * torch.tensor([2.0, 4.0], device=DEVICE)[:, None, None],
                 cache[:, 0], cache[:, 1], slots)  # fmt: skip
     ints = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 1], [2], [[block]])]
-    batch = Batch(torch.ones(1, 8, 128, device=DEVICE), cache[:, 0], cache[:, 1], *ints)
+    query = torch.ones(1, 8, 128, device=DEVICE)
+    batch = Batch(query, cache[:, 0], cache[:, 1], ints[0], ints[1], ints[2])
     for kernel in (paged_attention, paged_decode_attention):
         out, _ = run(kernel, batch, Options())
         assert torch.equal(out, torch.full_like(out, 3.0))

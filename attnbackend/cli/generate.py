@@ -51,8 +51,8 @@ def generate(
         bool,
         typer.Option(
             "--compile/--no-compile",
-            help="Compile the model first. The first token comes later, so it pays for long "
-            "outputs and many prompts alone.",
+            help="Compile the model first. The first token comes seconds later, which only long "
+            "outputs or many prompts can repay.",
         ),
     ] = False,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens a block of the KV cache.")] = 16,

@@ -69,7 +69,7 @@ def _recorded(path: Path) -> dict[str, AttentionSelectorConfig]:
 
 
 def _run_without_storage(config: Any) -> dict[str, Any]:
-    """Recorded in bfloat16 whatever is asked for: some expert layers have no other without storage."""
+    """Recorded in bfloat16 whatever is asked for: some experts have no other without storage."""
     from transformers import AutoModelForCausalLM
 
     from attnbackend.integrations.transformers import TransformersModel

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from attnbackend._torch_compat import register_namedtuple
 from attnbackend.ops import attention, kv_cache_update
 
 __all__ = ["BatchTensors", "BoundLayer", "write_and_attend"]
@@ -25,6 +26,9 @@ class BatchTensors(NamedTuple):
     """int32 [R]."""
     block_table: Tensor
     """int32 [R, W]."""
+
+
+register_namedtuple(BatchTensors)
 
 
 class BoundLayer(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,6 +102,39 @@ class ModelRunner:
         model.bind(self._bound_layers())
         if options.compile:
             model.compile(options.backend)
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Compiles what serving will need: a graph for many tokens and one for a single token."""
+        for tokens in (2, 1):
+            self.execute(self._padding_batch(min(tokens, self.options.max_num_batched_tokens)))
+
+    def _padding_batch(self, tokens: int) -> PreparedBatch:
+        """One request of ``tokens`` tokens that has no place in the cache: nothing is written."""
+        reqs, width = self.options.max_num_seqs, -(-self.max_model_len // self.block_size)
+        ints = partial(torch.zeros, dtype=torch.int32)
+        starts_cpu, lens_cpu = ints(reqs + 1), ints(reqs)
+        starts_cpu[1:] = tokens
+        on_device = partial(torch.zeros, dtype=torch.int64, device=self.device)
+        return PreparedBatch(
+            input_ids=on_device(tokens),
+            positions=on_device(tokens),
+            slot_mapping=on_device(tokens) - 1,
+            logits_indices=on_device(1),
+            query_start_loc=starts_cpu.to(self.device),
+            seq_lens=lens_cpu.to(self.device),
+            block_table=ints(reqs, width, device=self.device),
+            query_start_loc_cpu=starts_cpu,
+            seq_lens_cpu=lens_cpu,
+            is_prefilling_cpu=torch.zeros(reqs, dtype=torch.bool),
+            num_reqs=1,
+            num_decodes=0,
+            num_tokens=tokens,
+            max_query_len=tokens,
+            max_seq_len=0,
+            sampled_rows=(0,),
+            request_ids=("warm-up",),
+        )
 
     def execute(self, batch: PreparedBatch) -> Tensor:
         """One step; see the engine's runner protocol."""

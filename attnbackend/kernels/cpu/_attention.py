@@ -19,8 +19,8 @@ _NAMES = "query key_cache value_cache output block_table"
 
 def _sizes(query: Tensor, block_table: Tensor, cache: CacheViews) -> tuple[int, ...]:
     """tokens .. table_width, as in args.h."""
-    _checks.require_rank("query", query, "[T, H, D]")
-    _checks.require_rank("block_table", block_table, "[R, W]")
+    _checks.require_rank("query", query, 3, "[T, H, D]")
+    _checks.require_rank("block_table", block_table, 2, "[R, W]")
     tokens, heads, head_size = query.shape
     requests, width = block_table.shape
     if cache.head_size != head_size:

@@ -26,8 +26,8 @@ class CacheViews(NamedTuple):
 
 def cache_views(key_cache: Tensor, value_cache: Tensor) -> CacheViews:
     """Checks the two caches against each other. ValueError where they do not fit."""
-    _checks.require_rank("key_cache", key_cache, "[B, S, Hk, D]")
-    _checks.require_rank("value_cache", value_cache, "[B, S, Hk, Dv]")
+    _checks.require_rank("key_cache", key_cache, 4, "[B, S, Hk, D]")
+    _checks.require_rank("value_cache", value_cache, 4, "[B, S, Hk, Dv]")
     blocks, block_size, kv_heads, head_size = key_cache.shape
     value_size = value_cache.shape[3]
     expected = (blocks, block_size, kv_heads, value_size)

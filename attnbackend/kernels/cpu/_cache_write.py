@@ -19,7 +19,7 @@ _NAMES = "key value key_cache value_cache"
 def _require_new_tokens(
     key: Tensor, value: Tensor, slot_mapping: Tensor, cache: CacheViews
 ) -> None:
-    _checks.require_rank("key", key, "[T, Hk, D]")
+    _checks.require_rank("key", key, 3, "[T, Hk, D]")
     tokens, heads = key.shape[0], cache.kv_heads
     _checks.require_heads(heads, heads, cache.head_size, cache.value_size)
     _checks.require_shape("key", key, (tokens, heads, cache.head_size), "[T, Hk, D]")

@@ -27,14 +27,15 @@ def dtype_code(name: str, tensor: Tensor, codes: dict[torch.dtype, int]) -> int:
 
 def require_cpu(names: str, *tensors: Tensor) -> None:
     """Every tensor is on the CPU; `names` are theirs, separated by spaces."""
-    for tensor, name in zip(tensors, names.split(), strict=True):
+    for index, tensor in enumerate(tensors):
         if not tensor.is_cpu:
+            name = names.split()[index]
             raise ValueError(f"{name} is on {tensor.device}; the C++ kernels take CPU tensors")
 
 
-def require_rank(name: str, tensor: Tensor, meaning: str) -> None:
-    """The tensor has as many dimensions as `meaning` names, e.g. "[T, H, D]"."""
-    if tensor.dim() != meaning.count(",") + 1:
+def require_rank(name: str, tensor: Tensor, rank: int, meaning: str) -> None:
+    """The tensor has `rank` dimensions, named by `meaning`, e.g. "[T, H, D]"."""
+    if tensor.dim() != rank:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {meaning}")
 
 
