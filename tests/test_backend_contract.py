@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy_backends import ToyBuilder, ToyImpl, ToyMLAImpl, config, make_backend
+from toy_backends import EVERYTHING, ToyBuilder, ToyImpl, ToyMLAImpl, config, make_backend
 
 from attnbackend import (
     AttentionBackend,
@@ -41,7 +41,7 @@ def test_a_class_without_a_core_method_fails_at_its_statement(method):
 
 
 def test_all_missing_methods_are_named_at_once():
-    with pytest.raises(TypeError, match="get_name.*get_impl_cls.*get_builder_cls.*get_kv_cache"):
+    with pytest.raises(TypeError, match=r"get_name.*get_impl_cls.*get_builder_cls.*get_kv_cache"):
 
         class Bare(AttentionBackend):
             pass
@@ -68,7 +68,11 @@ def test_a_child_of_an_abstract_base_is_checked_too():
 
 @pytest.mark.parametrize(
     ("claim", "near"),
-    [("supports_sink", "supports_sinks"), ("supported_dtype", "supported_dtypes"), ("is_mamba", "")],
+    [
+        ("supports_sink", "supports_sinks"),
+        ("supported_dtype", "supported_dtypes"),
+        ("is_mamba", ""),
+    ],
 )
 def test_a_claim_that_does_not_exist_is_refused(claim, near):
     with pytest.raises(TypeError, match=rf"claims {claim}.*{near}"):
@@ -76,7 +80,7 @@ def test_a_claim_that_does_not_exist_is_refused(claim, near):
 
 
 def test_a_claim_written_as_a_method_is_refused_since_a_method_is_always_true():
-    with pytest.raises(TypeError, match="is_mla is .*True or False"):
+    with pytest.raises(TypeError, match=r"is_mla is .*True or False"):
         make_backend(is_mla=classmethod(lambda cls: False))
 
 
@@ -166,10 +170,7 @@ def test_parameters_are_passed_by_name_and_unknown_ones_are_refused():
 
 
 def test_claims_default_to_no():
-    bare = make_backend(without=tuple(
-        ["supported_dtypes", "supported_kv_cache_dtypes", "supported_head_sizes",
-         "supported_block_sizes", "supported_device_types", "supported_layouts"]
-    ))  # fmt: skip
+    bare = make_backend(without=tuple(EVERYTHING))
     flags = [n for n in dir(AttentionBackend) if isinstance(getattr(AttentionBackend, n), bool)]
     assert len(flags) >= 12
     assert not any(getattr(bare, name) for name in flags)
@@ -261,7 +262,8 @@ def test_all_reasons_come_at_once_and_combinations_last():
 
 
 def test_undecided_block_size_and_layout_rule_nothing_out():
-    assert make_backend().validate_configuration(config(block_size=None, kv_cache_layout=None)) == []
+    undecided = config(block_size=None, kv_cache_layout=None)
+    assert make_backend().validate_configuration(undecided) == []
 
 
 def test_an_overridden_check_is_named_instead_of_a_list_that_it_does_not_use():
@@ -305,9 +307,7 @@ def test_single_changes_also_lift_a_combination():
         clash = config.has_sinks and config.kv_cache_dtype == "fp8"
         return [Reason("has_sinks", True, "False with fp8")] if clash else []
 
-    backend = make_backend(
-        supports_sinks=True, supports_combination=classmethod(no_sinks_with_fp8)
-    )
+    backend = make_backend(supports_sinks=True, supports_combination=classmethod(no_sinks_with_fp8))
     changes = single_changes(backend, config(has_sinks=True, kv_cache_dtype="fp8"))
     assert {str(c) for c in changes} == {"kv_cache_dtype fp8 -> auto", "has_sinks True -> False"}
 

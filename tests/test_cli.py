@@ -578,7 +578,9 @@ def test_ctrl_c_ends_a_process_cleanly(model_folder):
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == cli.EXIT_INTERRUPTED, err
+    # Python itself ends by the signal where the interrupt met an import's exec(); to a shell both
+    # are 130.
+    assert process.returncode in (cli.EXIT_INTERRUPTED, -signal.SIGINT), err
     assert out == ""
     assert "Traceback" not in err
     assert err.endswith("interrupted\n")

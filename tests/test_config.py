@@ -67,7 +67,8 @@ def test_another_thread_is_not_concerned():
 
 
 @pytest.mark.parametrize(
-    ("value", "name"), [("TORCH_SDPA", "TORCH_SDPA"), (" my_toy\n", "my_toy"), ("", None), ("  ", None)]
+    ("value", "name"),
+    [("TORCH_SDPA", "TORCH_SDPA"), (" my_toy\n", "my_toy"), ("", None), ("  ", None)],
 )
 def test_the_environment_is_stripped_and_empty_means_unset(monkeypatch, value, name):
     monkeypatch.setenv("ATTNBACKEND", value)

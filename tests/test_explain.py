@@ -8,7 +8,7 @@ import pytest
 from toy_backends import config, make_backend
 
 from attnbackend import backend_names, explain, register_backend, registry_scope, set_config
-from attnbackend.explain import BackendVerdict
+from attnbackend.explanation import BackendVerdict
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def toy(name, **claims):
 
 @pytest.fixture
 def cpu_order():
-    """Toys in the whole order of a CPU: the first refuses small blocks, the second has no library."""
+    """Toys in the whole order of a CPU; the second has no library, the third alone has sinks."""
     toy("CPU_ATTN")
     toy("TORCH_SDPA", unavailable_reason=classmethod(lambda cls, device: "no library"))
     toy("FLEX_ATTENTION", supports_sinks=True)

@@ -174,14 +174,14 @@ def test_a_cache_whose_blocks_are_not_slowest_cannot_share_a_buffer():
 
 
 def test_blocks_that_would_overlap_are_refused():
-    with pytest.raises(ValueError, match="block_stride=16383 .*at least 16384"):
+    with pytest.raises(ValueError, match=r"block_stride=16383 .*at least 16384"):
         kv_cache_geometry(TOY, spec(), 4, block_stride=16383)
 
 
 @pytest.mark.parametrize(
     ("specs", "backends", "match"),
     [
-        ({"a": spec(), "b": spec(dtype=torch.float16)}, "ab", "one element type, got .*float16.*32"),
+        ({"a": spec(), "b": spec(dtype=torch.float16)}, "ab", "element type, got .*float16.*32"),
         ({"a": spec(), "b": spec(block_size=32)}, "ab", "one block_size, got 16, 32"),
         ({}, "", "got no layer"),
         ({"a": spec(), "b": spec()}, "a", "only one of the two for: b"),
@@ -343,7 +343,8 @@ def test_a_table_of_equal_block_sizes_stays_as_it_is():
 
 @pytest.mark.parametrize("kernel", [3, 16, 0, -4])
 def test_a_kernel_block_that_does_not_divide_the_managers_is_refused(kernel):
-    with pytest.raises(ValueError, match=rf"kernel_block_size={kernel} does not divide block_size=8"):
+    match = rf"kernel_block_size={kernel} does not divide block_size=8"
+    with pytest.raises(ValueError, match=match):
         expand_block_table(torch.tensor([[1]]), 8, kernel)
 
 

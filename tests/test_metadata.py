@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from toy_backends import ToyBuilder
 from torch import Tensor
+from toy_backends import ToyBuilder
 
 from attnbackend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 

@@ -59,7 +59,7 @@ def make_backend(
     abstract: bool = False,
     **claims: Any,
 ) -> type[AttentionBackend]:
-    """A backend class with ``claims`` over those of `EVERYTHING`; functions become what they are given as."""
+    """A backend class with ``claims`` over those of `EVERYTHING`, some attributes left out."""
     body: dict[str, Any] = {
         "get_name": staticmethod(lambda: name),
         "get_impl_cls": staticmethod(lambda: impl),

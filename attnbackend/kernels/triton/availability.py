@@ -37,10 +37,10 @@ def _cuda_problem() -> str | None:
 
 
 def _cpu_problem() -> str | None:
-    from .codec import INTERPRETED
+    from .codec import INTERPRETED, interpreter_problem
 
     if INTERPRETED:
-        return None
+        return interpreter_problem()
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 was set too late: set it before triton is imported"
     return "Triton compiles no CPU code; TRITON_INTERPRET=1 in the environment runs it interpreted"

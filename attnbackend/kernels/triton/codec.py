@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -26,12 +27,24 @@ TRITON_DTYPE = {
 
 
 @triton.jit
-def _probe() -> None:
-    pass
+def _probe(count: tl.tensor) -> None:
+    for _ in range(count):
+        pass
 
 
 INTERPRETED: bool = not isinstance(_probe, triton.JITFunction)
 """Whether this process's kernels run in the interpreter (decided when triton.jit ran)."""
+
+
+@lru_cache(maxsize=1)
+def interpreter_problem() -> str | None:
+    """Why the interpreter cannot run a loop: that of triton 3.6 does not, with numpy 2.4."""
+    try:
+        _probe[(1,)](1)
+    except triton.runtime.errors.InterpreterError as error:
+        versions = f"triton {triton.__version__} with numpy {np.__version__}"
+        return f"the interpreter of {versions} fails: {error}"
+    return None
 
 
 @lru_cache(maxsize=64)

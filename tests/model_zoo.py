@@ -1,0 +1,141 @@
+"""Small random models of many architectures whose attention features decide their logits, and exact logits of them.
+
+Shape legend: L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+VOCAB_SIZE = 96
+WINDOW = 6
+"""Smaller than every prompt of the tests."""
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "attn_implementation": "eager",
+}  # fmt: skip
+_ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_ONE_KV_HEAD = {"num_attention_heads": 2, "num_key_value_heads": 1}
+"""For those that derive the head size from the others: 32 here too."""
+
+
+class Architecture(NamedTuple):
+    """A causal language model of transformers: names of its classes, and what differs from `_SIZES`."""
+
+    prefix: str
+    changes: dict[str, Any]
+    without: tuple[str, ...] = ()
+
+
+ZOO = {
+    "llama": Architecture("Llama", {}),
+    "qwen2": Architecture("Qwen2", _ONE_KV_HEAD, ("head_dim",)),
+    "qwen2_window": Architecture(
+        "Qwen2", _ONE_KV_HEAD | {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW}, ("head_dim",)
+    ),
+    "qwen3": Architecture("Qwen3", {"head_dim": 64}),
+    "mistral_window": Architecture("Mistral", {"sliding_window": WINDOW}),
+    "gemma2": Architecture(
+        "Gemma2", _ALTERNATING | {
+            "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 20, "tie_word_embeddings": False,
+        },
+    ),
+    "gpt_oss": Architecture(
+        "GptOss", _ALTERNATING | {
+            "num_local_experts": 4, "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
+    "phi3": Architecture("Phi3", _ONE_KV_HEAD, ("head_dim",)),
+    "gpt_neox": Architecture("GPTNeoX", {"num_attention_heads": 2}, ("head_dim", "num_key_value_heads")),
+}  # fmt: skip
+
+
+def make_model(name: str, **changes: Any) -> Any:
+    """A float32 model in evaluation mode with eager attention and weights from a fixed seed."""
+    import transformers
+
+    prefix, own, without = ZOO[name]
+    sizes = {key: value for key, value in (_SIZES | own | changes).items() if key not in without}
+    config = getattr(transformers, f"{prefix}Config")(**sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval().requires_grad_(False)
+        for parameter_name, parameter in model.named_parameters():
+            _initialize(parameter_name, parameter)
+    return model
+
+
+def _initialize(name: str, parameter: Tensor) -> None:
+    """Large enough that attention is neither uniform nor one-hot, and that sinks and biases count."""
+    if "embed" in name:
+        nn.init.normal_(parameter, std=0.3)
+    elif parameter.ndim >= 2:
+        nn.init.normal_(parameter, std=0.2)
+    elif "sinks" in name:
+        nn.init.normal_(parameter, mean=2.0)
+    elif name.endswith("bias"):
+        nn.init.normal_(parameter, std=0.2)
+
+
+class LogitsOf(NamedTuple):
+    """What transformers' own eager attention gives for one sequence, [L, V] each."""
+
+    exact: Tensor
+    """float64 throughout, but for the rotary angles, which are those of the float32 model."""
+    eager: Tensor
+    """float32."""
+
+
+class EagerReference:
+    """transformers' eager attention in float64 and in float32, over whole sequences without a cache."""
+
+    def __init__(self, model: Any) -> None:
+        self._float32 = copy.deepcopy(model)
+        self._float32.set_attn_implementation("eager")
+        self._float32.set_experts_implementation("eager")  # grouped_mm has no float64
+        self._float64 = copy.deepcopy(self._float32).double()
+        self._float64.base_model.rotary_emb = _Float32Rotary(self._float32.base_model.rotary_emb)
+
+    def logits(self, token_ids: Sequence[int]) -> LogitsOf:
+        ids = torch.tensor([token_ids])
+        with torch.no_grad():
+            eager = self._float32(input_ids=ids, use_cache=False).logits[0]
+            with _AlwaysDouble():
+                exact = self._float64(input_ids=ids, use_cache=False).logits[0]
+        assert exact.dtype == torch.float64
+        return LogitsOf(exact, eager)
+
+
+class _AlwaysDouble(TorchFunctionMode):
+    """Models compute norms and softmax in float32 whatever their own type: here in float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        def widen(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(widen, args), **{key: widen(value) for key, value in (kwargs or {}).items()})
+
+
+class _Float32Rotary(nn.Module):
+    """The angles of a float32 model: their rounding is no concern of attention, and must not set its tolerance."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        with torch._C.DisableTorchFunction():
+            cos, sin = self._inner(x.float(), *args, **kwargs)
+            return cos.double(), sin.double()

@@ -1,0 +1,154 @@
+"""Logits of served models against transformers' own eager attention, under the relative error rule.
+
+One run serves prompts so that whole prefills, prefills in chunks, decodes and mixed batches all occur. The rule
+compares with the same model in float64; the yardstick is its eager attention in float32. Mutants show that each
+feature decides the logits.
+
+Shape legend: L tokens of a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from model_zoo import VOCAB_SIZE, WINDOW, ZOO, EagerReference, make_model
+from op_cases import DENSE_BACKENDS, require
+
+from attnbackend import Engine, SamplingParams
+from attnbackend.integrations import transformers as integration
+from attnbackend.runtime import PreparedBatch
+from attnbackend.testing import RuleReport, assert_within_rule
+
+KINDS = {"whole prefill", "prefill in chunks", "decode", "mixed"}
+MAX_TOKENS_A_STEP = 16
+
+
+class Row(NamedTuple):
+    """One row of logits that the engine asked for."""
+
+    request_id: str
+    position: int
+    kind: str
+    logits_V: Tensor
+
+
+class Served(NamedTuple):
+    rows: list[Row]
+    token_ids: dict[str, list[int]]
+    """Prompt and answer of each request."""
+    chunks: dict[str, int]
+    """Steps that each request was in before its first token."""
+
+
+@cache
+def model_and_reference(name: str) -> tuple[Any, EagerReference]:
+    model = make_model(name)
+    return model, EagerReference(model)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def make_engine(model: Any, backend: str, *, compile: bool = False) -> Engine:
+    engine = Engine(
+        model, backend=backend, compile=compile, num_blocks=12, max_num_seqs=4, max_model_len=64,
+        max_num_batched_tokens=MAX_TOKENS_A_STEP,
+    )  # fmt: skip
+    for kv_cache in engine.runner.kv_caches.values():  # type: ignore[attr-defined]
+        kv_cache.fill_(float("nan"))
+    return engine
+
+
+def serve(engine: Engine, *, long: int = 40, answer: int = 5) -> Served:
+    """A whole prefill; a long prompt alone, in chunks; its decodes; then two prompts beside them."""
+    rows: list[Row] = []
+    chunks: dict[str, int] = {}
+    engine.runner.execute = partial(_record, engine.runner.execute, rows, chunks)  # type: ignore[method-assign]
+    token_ids: dict[str, list[int]] = {}
+    _add(engine, prompt(9, 1), 2)
+    _run(engine, token_ids)
+    _add(engine, prompt(long, 2), answer + 4)
+    _run(engine, token_ids, steps=-(-long // MAX_TOKENS_A_STEP) + 2)
+    _add(engine, prompt(19, 3), answer)
+    _add(engine, prompt(7, 4), answer)
+    _run(engine, token_ids)
+    return Served(rows, token_ids, chunks)
+
+
+def _add(engine: Engine, token_ids: list[int], max_tokens: int) -> None:
+    engine.add_request(token_ids, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+
+
+def _run(engine: Engine, token_ids: dict[str, list[int]], steps: int = 1000) -> None:
+    while engine.has_unfinished() and steps:
+        steps -= 1
+        for step in engine.step():
+            if step.output is not None:
+                token_ids[step.request_id] = step.output.prompt_token_ids + step.output.token_ids
+
+
+def _record(
+    execute: Callable[[PreparedBatch], Tensor], rows: list[Row], chunks: dict[str, int], batch: PreparedBatch
+) -> Tensor:  # fmt: skip
+    logits = execute(batch)
+    for row, request_id in enumerate(batch.request_ids):
+        chunks[request_id] = chunks.get(request_id, 0) + bool(batch.is_prefilling_cpu[row])
+    for row, logits_V in zip(batch.sampled_rows, logits.clone(), strict=True):
+        seq_len = int(batch.seq_lens_cpu[row])
+        rows.append(Row(batch.request_ids[row], seq_len - 1, _kind(batch, row), logits_V))
+    return logits
+
+
+def _kind(batch: PreparedBatch, row: int) -> str:
+    if 0 < batch.num_decodes < batch.num_reqs:
+        return "mixed"
+    if batch.is_pure_decode:
+        return "decode"
+    query_len = int(batch.query_start_loc_cpu[row + 1] - batch.query_start_loc_cpu[row])
+    return "whole prefill" if query_len == int(batch.seq_lens_cpu[row]) else "prefill in chunks"
+
+
+def judge(served: Served, reference: EagerReference) -> dict[str, RuleReport]:
+    """Holds the rows of each kind to the rule."""
+    sequences = {name: reference.logits(ids[:-1]) for name, ids in served.token_ids.items()}
+    return {kind: _judge_kind(kind, served, sequences) for kind in sorted({row.kind for row in served.rows})}
+
+
+def _judge_kind(kind: str, served: Served, sequences: dict[str, Any]) -> RuleReport:
+    rows = [row for row in served.rows if row.kind == kind]
+    actual = torch.stack([row.logits_V for row in rows])
+    exact, eager = (
+        torch.stack([getattr(sequences[row.request_id], which)[row.position] for row in rows])
+        for which in ("exact", "eager")
+    )
+    return assert_within_rule(actual, exact, eager, what=f"logits of {kind}")
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "CPU_ATTN"])
+@pytest.mark.parametrize("name", ZOO)
+def test_served_logits_equal_eager_ones_in_every_kind_of_batch(name: str, backend: str) -> None:
+    require(backend)
+    model, reference = model_and_reference(name)
+    served = serve(make_engine(model, backend))
+    assert {row.kind for row in served.rows} == KINDS
+    assert max(served.chunks.values()) == 3
+    assert set(judge(served, reference)) == KINDS
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_served_logits_equal_eager_ones_on_interpreted_triton(name: str) -> None:
+    require("TRITON_ATTN")
+    model, reference = model_and_reference(name)
+    served = serve(make_engine(model, "TRITON_ATTN"), long=20, answer=2)
+    assert {row.kind for row in served.rows} == KINDS
+    judge(served, reference)
