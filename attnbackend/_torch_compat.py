@@ -53,7 +53,9 @@ def compiler_backend(name: str, options: dict[str, Any] | None) -> Callable[[Any
 
         return lambda gm, inputs: compile_fx(gm, inputs, config_patches=options)
     if options:
-        raise ValueError(f"options={options} are Inductor's; the compiler is {name!r}, which takes none")
+        raise ValueError(
+            f"options={options} are Inductor's; the compiler is {name!r}, which takes none"
+        )
     from torch._dynamo import lookup_backend
 
     return lookup_backend(name)
@@ -65,7 +67,9 @@ def inductor_graph_pass(run: Callable[[torch.fx.GraphModule], Any], uuid: Callab
 
     class GraphPass(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            run(graph.owning_module)
+            owner = graph.owning_module
+            assert owner is not None, "Inductor hands over graphs of modules"
+            run(owner)
 
         def uuid(self) -> str:
             return uuid()

@@ -13,7 +13,8 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault(
-    "TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"attnbackend-tests-{os.getppid()}")
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(tempfile.gettempdir(), f"attnbackend-tests-{os.getppid()}"),
 )
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"

@@ -13,14 +13,19 @@ from attnbackend._torch_compat import cache_key
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def _eager(stack: Stack, seed: int, num_tokens: int | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _eager(
+    stack: Stack, seed: int, num_tokens: int | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     reset_caches(stack)
     x, batch = random_batch(seed, num_tokens)
     return stack(x, batch), [c.clone() for c in caches(stack)]
 
 
 def _equal_caches(stack: Stack, expected: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(caches(stack), expected, strict=True))
+    return all(
+        torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+        for a, b in zip(caches(stack), expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("how", ["torch.compile", "attnbackend.compile"])
@@ -28,7 +33,11 @@ def test_compiled_equals_eager_in_output_and_cache(how: str) -> None:
     stack = make_stack()
     expected, expected_caches = _eager(stack, seed=1)
     reset_caches(stack)
-    compiled = torch.compile(stack, fullgraph=True) if how == "torch.compile" else attnbackend.compile(stack, fullgraph=True)
+    compiled = (
+        torch.compile(stack, fullgraph=True)
+        if how == "torch.compile"
+        else attnbackend.compile(stack, fullgraph=True)
+    )
     actual = compiled(*random_batch(1))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert all(not c[1:].isnan().all() for c in caches(stack)), "nothing was written"
@@ -53,7 +62,9 @@ def test_a_thousand_random_batches_need_at_most_three_graphs() -> None:
 def test_equal_layers_compile_once() -> None:
     stack = make_stack(num_layers=6)
     expected, _ = _eager(stack, seed=3)
-    compiler = compile_layers(list(stack.layers), compiler="aot_eager", fullgraph=True, dynamic=True)
+    compiler = compile_layers(
+        list(stack.layers), compiler="aot_eager", fullgraph=True, dynamic=True
+    )
     reset_caches(stack)
     torch.testing.assert_close(stack(*random_batch(3)), expected)
     assert compiler.num_graphs == 1
@@ -113,7 +124,9 @@ def test_a_cache_that_is_a_view_is_written_in_place(view, dtype: str) -> None:  
 
 
 def test_compiling_for_a_named_backend_puts_its_ops_in_the_graph() -> None:
-    compiled = attnbackend.compile(make_stack(), backend="TORCH_SDPA", compiler="aot_eager", fullgraph=True)
+    compiled = attnbackend.compile(
+        make_stack(), backend="TORCH_SDPA", compiler="aot_eager", fullgraph=True
+    )
     compiled(*random_batch(1))
     text = str(compiled.attnbackend_compiler)
     assert "attnbackend::attention -> attnbackend::torch_sdpa_forward (named by the caller)" in text
@@ -122,7 +135,9 @@ def test_compiling_for_a_named_backend_puts_its_ops_in_the_graph() -> None:
 def test_a_backend_that_cannot_serve_fails_when_compiled_not_when_run() -> None:
     with attnbackend.registry_scope():
         attnbackend.register_backend("LATER", "nowhere_at_all.Backend")
-        compiled = attnbackend.compile(make_stack(), backend="LATER", compiler="aot_eager", fullgraph=True)
+        compiled = attnbackend.compile(
+            make_stack(), backend="LATER", compiler="aot_eager", fullgraph=True
+        )
         with pytest.raises(Exception, match="nowhere_at_all"):
             compiled(*random_batch(1))
 

@@ -8,8 +8,8 @@ from expecttest import assert_expected_inline
 from toy_models import make_stack, random_batch, reset_caches
 
 from attnbackend import AttentionSelectorConfig, ops
-from attnbackend.layers import BatchTensors
 from attnbackend.fx_passes import PassManager, SelectBackend, graph_text
+from attnbackend.layers import BatchTensors
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -47,13 +47,17 @@ attention = attnbackend::cpu_attn_forward(view_2, view, view_1, b_layers_0_atten
 
 @pytest.mark.parametrize("decompose", [False, True], ids=["as_traced", "functionalised"])
 @pytest.mark.parametrize("backend", [None, "TORCH_SDPA", "CPU_ATTN"])
-def test_an_exported_program_runs_on_the_selected_backend(backend: str | None, decompose: bool) -> None:
+def test_an_exported_program_runs_on_the_selected_backend(
+    backend: str | None, decompose: bool
+) -> None:
     stack, program = _exported(decompose=decompose)
     x, batch = random_batch(1)
     reset_caches(stack)
     expected = stack(x, batch)
     reports = PassManager([SelectBackend(backend)]).run(program.graph_module)
-    assert {change.after for change in reports[0].changes} >= {f"attnbackend::{(backend or 'CPU_ATTN').lower()}_forward"}
+    assert {change.after for change in reports[0].changes} >= {
+        f"attnbackend::{(backend or 'CPU_ATTN').lower()}_forward"
+    }
     torch.testing.assert_close(program.module()(x, batch), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -81,7 +85,10 @@ def test_a_graph_that_names_a_backend_already_is_left_alone() -> None:
     before = graph_text(program.graph_module)
     (report,) = PassManager([SelectBackend("CPU_ATTN")]).run(program.graph_module)
     assert [change.after for change in report.changes] == ["attnbackend::cpu_attn_kv_cache_update"]
-    assert graph_text(program.graph_module).replace("cpu_attn_kv_cache_update", "kv_cache_update") == before
+    assert (
+        graph_text(program.graph_module).replace("cpu_attn_kv_cache_update", "kv_cache_update")
+        == before
+    )
 
 
 def test_a_graph_without_attention_is_left_alone() -> None:

@@ -112,6 +112,13 @@ def test_a_backend_of_32_bit_offsets_states_its_limit(stride, most):
         kv_cache_geometry(INT32, big, most + 1, block_stride=stride)
 
 
+def test_the_limit_of_offsets_is_the_last_that_is_allowed():
+    needed = kv_cache_geometry(TOY, spec(), 4).max_offset
+    kv_cache_geometry(make_backend(max_cache_offset=needed), spec(), 4)
+    with pytest.raises(ValueError, match=rf"reaches offset {needed}, .*at most 3 blocks"):
+        kv_cache_geometry(make_backend(max_cache_offset=needed - 1), spec(), 4)
+
+
 @pytest.mark.parametrize(
     ("backend", "changes", "num_blocks", "match"),
     [

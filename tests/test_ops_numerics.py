@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_cases import BATCHES, DENSE_BACKENDS, DEVICE, FEATURES, case, dtypes, forward_op, require, update_op
+from op_cases import (
+    BATCHES,
+    DENSE_BACKENDS,
+    DEVICE,
+    FEATURES,
+    case,
+    dtypes,
+    forward_op,
+    require,
+    update_op,
+)
 
 from attnbackend.testing import (
     AttentionCase,
@@ -40,7 +50,9 @@ def test_forward_equals_float64_for_each_batch(backend: str, batch: str) -> None
 @pytest.mark.parametrize("feature", ["plain", "fp8_e4m3", "soft_cap", "no_lse"])
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("backend", DENSE_BACKENDS)
-def test_forward_equals_float64_for_each_dtype(backend: str, dtype: torch.dtype, feature: str) -> None:
+def test_forward_equals_float64_for_each_dtype(
+    backend: str, dtype: torch.dtype, feature: str
+) -> None:
     _check(backend, case(feature, dtype=dtype))
 
 

@@ -60,7 +60,9 @@ def test_opcheck_passes_for_forward(backend: str, name: str) -> None:
     torch.library.opcheck(forward_op(backend), op_positional(batch), op_kwargs(batch))
 
 
-@pytest.mark.parametrize("name", ["nothing_given", "padded", "hnd", "layers_interleaved", "fp8_scales", "one_token"])
+@pytest.mark.parametrize(
+    "name", ["nothing_given", "padded", "hnd", "layers_interleaved", "fp8_scales", "one_token"]
+)
 @pytest.mark.parametrize("backend", OPS)
 def test_opcheck_passes_for_cache_writes(backend: str, name: str) -> None:
     if backend != "agnostic":

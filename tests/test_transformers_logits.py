@@ -10,6 +10,7 @@ Shape legend: L tokens of a sequence, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -20,9 +21,10 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from model_zoo import VOCAB_SIZE, WINDOW, ZOO, EagerReference, make_model
-from op_cases import DENSE_BACKENDS, require
+from op_cases import require
 
 from attnbackend import Engine, SamplingParams
+from attnbackend.compiler import make_compiler
 from attnbackend.integrations import transformers as integration
 from attnbackend.runtime import PreparedBatch
 from attnbackend.testing import RuleReport, assert_within_rule
@@ -32,7 +34,7 @@ MAX_TOKENS_A_STEP = 16
 
 
 class Row(NamedTuple):
-    """One row of logits that the engine asked for."""
+    """Logits after one token of a step."""
 
     request_id: str
     position: int
@@ -100,13 +102,16 @@ def _run(engine: Engine, token_ids: dict[str, list[int]], steps: int = 1000) -> 
 def _record(
     execute: Callable[[PreparedBatch], Tensor], rows: list[Row], chunks: dict[str, int], batch: PreparedBatch
 ) -> Tensor:  # fmt: skip
-    logits = execute(batch)
+    """Runs a step with logits after every token of it, notes them, and returns those that were asked for."""
+    tokens = range(batch.num_tokens)
+    logits_TV = execute(replace(batch, logits_indices=torch.tensor(tokens), sampled_rows=tuple(tokens)))
+    starts = batch.query_start_loc_cpu.tolist()
     for row, request_id in enumerate(batch.request_ids):
         chunks[request_id] = chunks.get(request_id, 0) + bool(batch.is_prefilling_cpu[row])
-    for row, logits_V in zip(batch.sampled_rows, logits.clone(), strict=True):
-        seq_len = int(batch.seq_lens_cpu[row])
-        rows.append(Row(batch.request_ids[row], seq_len - 1, _kind(batch, row), logits_V))
-    return logits
+        first_position = int(batch.seq_lens_cpu[row]) - (starts[row + 1] - starts[row])
+        for offset, token in enumerate(range(starts[row], starts[row + 1])):
+            rows.append(Row(request_id, first_position + offset, _kind(batch, row), logits_TV[token]))
+    return logits_TV[batch.logits_indices[: batch.num_sampled]]
 
 
 def _kind(batch: PreparedBatch, row: int) -> str:
@@ -114,8 +119,7 @@ def _kind(batch: PreparedBatch, row: int) -> str:
         return "mixed"
     if batch.is_pure_decode:
         return "decode"
-    query_len = int(batch.query_start_loc_cpu[row + 1] - batch.query_start_loc_cpu[row])
-    return "whole prefill" if query_len == int(batch.seq_lens_cpu[row]) else "prefill in chunks"
+    return "whole prefill" if batch.max_seq_len == batch.num_tokens < MAX_TOKENS_A_STEP else "prefill in chunks"
 
 
 def judge(served: Served, reference: EagerReference) -> dict[str, RuleReport]:
@@ -151,4 +155,52 @@ def test_served_logits_equal_eager_ones_on_interpreted_triton(name: str) -> None
     model, reference = model_and_reference(name)
     served = serve(make_engine(model, "TRITON_ATTN"), long=20, answer=2)
     assert {row.kind for row in served.rows} == KINDS
-    judge(served, reference)
+    assert set(judge(served, reference)) == KINDS
+
+
+MUTANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral without its window": ("mistral_window", {"sliding_window": None}),
+    "mistral's window one too wide": ("mistral_window", {"sliding_window": WINDOW + 1}),
+    "mistral's window one too narrow": ("mistral_window", {"sliding_window": WINDOW - 1}),
+    "gemma2 without its windows": ("gemma2", {"sliding_window": None}),
+    "gemma2 with a window in every layer": ("gemma2", {"sliding_window": WINDOW}),
+    "gemma2 without its soft-cap": ("gemma2", {"logits_soft_cap": 0.0}),
+    "gemma2's soft-cap 1% off": ("gemma2", {"logits_soft_cap": 3.03}),
+    "gemma2 scaled by its head size": ("gemma2", {"scale": 32**-0.5}),
+    "gpt_oss without its sinks": ("gpt_oss", {"sinks": None}),
+    "gpt_oss without its windows": ("gpt_oss", {"sliding_window": None}),
+    "llama's scale 0.1% off": ("llama", {"scale": 32**-0.5 * 1.001}),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_rule_notices_a_feature_that_is_ignored_or_off(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, changed = MUTANTS[mutant]
+    model, reference = model_and_reference(name)
+    original = integration.write_and_attend
+    monkeypatch.setattr(
+        integration, "write_and_attend", lambda *args, **features: original(*args, **(features | changed))
+    )
+    with pytest.raises(AssertionError, match="ratio"):
+        judge(serve(make_engine(model, "TORCH_SDPA")), reference)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("llama", "gemma2", "gpt_oss") else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
+)
+def test_compiled_models_give_the_same_logits(
+    name: str, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+) -> None:  # fmt: skip
+    monkeypatch.setattr(integration, "make_compiler", partial(make_compiler, compiler="aot_eager"))
+    model, reference = make_model(name), model_and_reference(name)[1]
+    served = serve(make_engine(model, "TORCH_SDPA", compile=True))
+    assert set(judge(served, reference)) == KINDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "CPU_ATTN"])
+def test_a_model_compiled_by_inductor_gives_the_same_logits(backend: str, fresh_compiler: None) -> None:
+    require(backend)
+    model, reference = make_model("gemma2"), model_and_reference("gemma2")[1]
+    served = serve(make_engine(model, backend, compile=True))
+    assert set(judge(served, reference)) == KINDS

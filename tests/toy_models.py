@@ -8,7 +8,16 @@ from torch import Tensor, nn
 from attnbackend import FullAttentionSpec, allocate_kv_cache, resolve_backend
 from attnbackend.layers import Attention, BatchTensors, BoundLayer
 
-HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, BLOCK_SIZE, NUM_BLOCKS, WIDTH, MAX_REQS = 4, 2, 32, 48, 16, 64, 6, 8
+HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, BLOCK_SIZE, NUM_BLOCKS, WIDTH, MAX_REQS = (
+    4,
+    2,
+    32,
+    48,
+    16,
+    64,
+    6,
+    8,
+)
 
 
 class Layer(nn.Module):
@@ -45,7 +54,9 @@ def make_stack(num_layers: int = 2, device: str = "cpu", **features: object) -> 
 
 
 def reset_caches(stack: Stack) -> None:
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=torch.float32
+    )
     for layer in stack.layers:
         device = layer.out.weight.device
         cache = allocate_kv_cache(resolve_backend("TORCH_SDPA"), spec, NUM_BLOCKS, device)
@@ -56,19 +67,26 @@ def caches(stack: Stack) -> list[Tensor]:
     return [layer.attention.kv_cache for layer in stack.layers]
 
 
-def random_batch(seed: int, num_tokens: int | None = None, device: str = "cpu") -> tuple[Tensor, BatchTensors]:
+def random_batch(
+    seed: int, num_tokens: int | None = None, device: str = "cpu"
+) -> tuple[Tensor, BatchTensors]:
     """A batch of whole prompts: random lengths, shuffled pages, padded rows."""
     g = torch.Generator().manual_seed(seed)
     num_reqs = int(torch.randint(1, MAX_REQS + 1, (), generator=g))
     lens = torch.randint(1, 12, (num_reqs,), generator=g)
     if num_tokens is not None:
         num_reqs, lens = 1, torch.tensor([num_tokens])
-    starts, seq_lens = torch.zeros(MAX_REQS + 1, dtype=torch.int32), torch.zeros(MAX_REQS, dtype=torch.int32)
+    starts, seq_lens = (
+        torch.zeros(MAX_REQS + 1, dtype=torch.int32),
+        torch.zeros(MAX_REQS, dtype=torch.int32),
+    )
     starts[1 : num_reqs + 1] = lens.cumsum(0)
     starts[num_reqs + 1 :] = starts[num_reqs]
     seq_lens[:num_reqs] = lens
     table = torch.zeros(MAX_REQS, WIDTH, dtype=torch.int32)
-    table[:num_reqs] = (torch.randperm(NUM_BLOCKS - 1, generator=g)[: num_reqs * WIDTH] + 1).view(num_reqs, WIDTH)
+    table[:num_reqs] = (torch.randperm(NUM_BLOCKS - 1, generator=g)[: num_reqs * WIDTH] + 1).view(
+        num_reqs, WIDTH
+    )
     slots = torch.cat([_slots(table[r], int(n)) for r, n in enumerate(lens)])
     x = torch.randn(int(lens.sum()), HIDDEN, generator=g)
     batch = BatchTensors(slots, starts, seq_lens, table)

@@ -30,7 +30,12 @@ class CPUAttentionImpl(AttentionImpl):
         )  # fmt: skip
 
     def kv_cache_update(
-        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, tensors: OptionalTensors
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        tensors: OptionalTensors,
     ) -> None:
         key_cache, value_cache = kv_cache.unbind(1)
         cpu.cache_write(
@@ -42,7 +47,15 @@ class CPUAttentionBackend(StandardCacheBackend):
     """The default on CPUs with a C++ compiler."""
 
     supported_dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+    supported_kv_cache_dtypes = (
+        "auto",
+        "float32",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+    )
     supported_head_sizes = (MultipleOf(8, 32, 256),)
     supported_block_sizes = (MultipleOf(1),)
     supported_device_types = ("cpu",)

@@ -6,7 +6,11 @@ from typing import Any
 
 from attnbackend.backend import AttentionBackend
 from attnbackend.impl import AttentionParams, OptionalTensors
-from attnbackend.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from attnbackend.metadata import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 from attnbackend.types import KVCacheLayout
 
 __all__ = ["BatchMetadataBuilder", "StandardCacheBackend", "kernel_features"]

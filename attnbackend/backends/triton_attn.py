@@ -9,10 +9,19 @@ from torch import Tensor
 
 from attnbackend.backends.standard import StandardCacheBackend, kernel_features
 from attnbackend.impl import AttentionImpl, OptionalTensors
-from attnbackend.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from attnbackend.metadata import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 from attnbackend.types import LSEBase, MultipleOf
 
-__all__ = ["TritonAttentionBackend", "TritonAttentionImpl", "TritonMetadata", "TritonMetadataBuilder"]
+__all__ = [
+    "TritonAttentionBackend",
+    "TritonAttentionImpl",
+    "TritonMetadata",
+    "TritonMetadataBuilder",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +47,21 @@ class TritonAttentionImpl(AttentionImpl):
 
         batch = attn_metadata.common
         key_cache, value_cache = kv_cache.unbind(1)
-        kernel = triton.paged_decode_attention if attn_metadata.is_decode else triton.paged_attention
+        kernel = (
+            triton.paged_decode_attention if attn_metadata.is_decode else triton.paged_attention
+        )
         kernel(
             query, key_cache, value_cache, output, batch.query_start_loc, batch.seq_lens,
             batch.block_table, **kernel_features(self.params, tensors),
         )  # fmt: skip
 
     def kv_cache_update(
-        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, tensors: OptionalTensors
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        tensors: OptionalTensors,
     ) -> None:
         from attnbackend.kernels import triton
 
@@ -59,7 +75,15 @@ class TritonAttentionBackend(StandardCacheBackend):
     """Any GPU that Triton compiles for; a CPU under TRITON_INTERPRET=1."""
 
     supported_dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+    supported_kv_cache_dtypes = (
+        "auto",
+        "float32",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+    )
     supported_head_sizes = (MultipleOf(8, 32, 256),)
     supported_block_sizes = (MultipleOf(16),)
     supported_device_types = ("cuda", "xpu", "cpu")

@@ -20,7 +20,7 @@ from attnbackend.cli.errors import UserError, user_errors
 
 if TYPE_CHECKING:
     from attnbackend.cli.layer_kinds import LayerKind
-    from attnbackend.explain import Explanation
+    from attnbackend.explanation import Explanation
 
 __all__ = ["explain"]
 
@@ -124,7 +124,7 @@ def _of_model(model: Path, layer: dict[str, Any], common: dict[str, Any]) -> lis
 
 
 def _report(kinds: list[LayerKind], backend: str | None, as_json: bool) -> None:
-    from attnbackend.explain import explain as explain_choice
+    from attnbackend.explanation import explain as explain_choice
 
     explained = [(kind, explain_choice(kind.config, backend=backend)) for kind in kinds]
     if as_json:

@@ -64,12 +64,18 @@ def attention_forward(
 
 def _check_arguments(dropout: float, kwargs: Mapping[str, Any]) -> None:
     if dropout:
-        raise ValueError(f"dropout={dropout}: attnbackend serves inference; call model.eval() first")
+        raise ValueError(
+            f"dropout={dropout}: attnbackend serves inference; call model.eval() first"
+        )
     for name in _REFUSED:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name} is not supported by attn_implementation={ATTN_IMPLEMENTATION!r}")
+            raise ValueError(
+                f"{name} is not supported by attn_implementation={ATTN_IMPLEMENTATION!r}"
+            )
     if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions=True needs attn_implementation='eager': no kernel forms the weights")
+        raise ValueError(
+            "output_attentions=True needs attn_implementation='eager': no kernel forms the weights"
+        )
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,9 @@ class TransformersModel:
         """Logits [len(logits_indices), vocab_size] at the given tokens of the batch [T]."""
         module, layer = self._first
         if getattr(module, _BOUND) is not layer:
-            raise RuntimeError("the model was given to another engine since; make a new Engine of it")
+            raise RuntimeError(
+                "the model was given to another engine since; make a new Engine of it"
+            )
         result = self.model(
             input_ids=input_ids[None], position_ids=positions[None], attention_mask=self._no_mask,
             use_cache=False, logits_to_keep=logits_indices, **{_BATCH: batch},
@@ -203,7 +211,9 @@ def _record_layers(model: TransformersModel) -> dict[nn.Module, AttentionLayer]:
     return recorder.layers
 
 
-def _decoder_layers(attention_modules: Mapping[nn.Module, Any], model: nn.Module) -> list[nn.Module]:
+def _decoder_layers(
+    attention_modules: Mapping[nn.Module, Any], model: nn.Module
+) -> list[nn.Module]:
     """For each attention module the repeated block around it: the element of a ModuleList that holds it."""
     return [
         block

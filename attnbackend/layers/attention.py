@@ -5,7 +5,6 @@ Shape legend: T tokens, H query heads, K key-value heads, D head size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
@@ -46,7 +45,9 @@ class Attention(nn.Module):
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_kv_heads or num_heads
         if num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+            raise ValueError(
+                f"num_heads={num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
         self.scale = head_size**-0.5 if scale is None else scale
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
@@ -75,8 +76,12 @@ class Attention(nn.Module):
             RuntimeError: no cache was bound.
         """
         if self.kv_cache is None:
-            raise RuntimeError("this Attention layer has no cache; call bind(BoundLayer(kv_cache, ...)) first")
-        layer = BoundLayer(self.kv_cache, self.kv_cache_dtype, self.group, self.k_scale, self.v_scale)
+            raise RuntimeError(
+                "this Attention layer has no cache; call bind(BoundLayer(kv_cache, ...)) first"
+            )
+        layer = BoundLayer(
+            self.kv_cache, self.kv_cache_dtype, self.group, self.k_scale, self.v_scale
+        )
         k_TKD, v_TKD = (x.view(-1, self.num_kv_heads, self.head_size) for x in (key, value))
         out_THD = write_and_attend(
             query.view(-1, self.num_heads, self.head_size), k_TKD, v_TKD, layer, batch,

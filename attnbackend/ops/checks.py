@@ -30,7 +30,9 @@ def _check_tensor(
     """Checks an optional tensor; a string in ``shape`` names a dimension of any size."""
     if x is None:
         return
-    if x.dim() != len(shape) or any(s != n for s, n in zip(x.shape, shape, strict=True) if not isinstance(n, str)):
+    if x.dim() != len(shape) or any(
+        s != n for s, n in zip(x.shape, shape, strict=True) if not isinstance(n, str)
+    ):
         _fail(f"shape of {what}", tuple(x.shape), f"({', '.join(map(str, shape))})")
     if x.dtype not in dtypes:
         _fail(f"dtype of {what}", x.dtype, " or ".join(map(str, dtypes)))
@@ -73,11 +75,17 @@ def _check_scalars(call: AttentionCall) -> None:
     if not math.isfinite(call.scale):
         _fail("scale", call.scale, "a finite number")
     if call.sliding_window is not None and call.sliding_window < 1:
-        _fail("sliding_window", call.sliding_window, "at least 1 (the token itself), or None for no window")
+        _fail(
+            "sliding_window",
+            call.sliding_window,
+            "at least 1 (the token itself), or None for no window",
+        )
     if not 0.0 <= call.logits_soft_cap < math.inf:
         _fail("logits_soft_cap", call.logits_soft_cap, "a positive number, or 0 for none")
     if call.attn_type not in {t.value for t in AttentionType}:
-        _fail("attn_type", repr(call.attn_type), f"one of {', '.join(t.value for t in AttentionType)}")
+        _fail(
+            "attn_type", repr(call.attn_type), f"one of {', '.join(t.value for t in AttentionType)}"
+        )
 
 
 def check_attention(call: AttentionCall, dims: KVCacheDims) -> None:
@@ -102,7 +110,12 @@ def check_attention(call: AttentionCall, dims: KVCacheDims) -> None:
     for what, x, shape, dtypes in (
         ("key", call.key, ("T", kv_heads, head_size), (q.dtype,)),
         ("value", call.value, ("T", kv_heads, head_size), (q.dtype,)),
-        ("output", call.output, ("T", heads, head_size), (call.output.dtype if quantised else q.dtype,)),
+        (
+            "output",
+            call.output,
+            ("T", heads, head_size),
+            (call.output.dtype if quantised else q.dtype,),
+        ),
         ("query_start_loc", call.query_start_loc, ("R+1",), int32),
         ("seq_lens", call.seq_lens, ("R",), int32),
         ("block_table", call.block_table, (call.seq_lens.shape[0], "W"), int32),
@@ -112,7 +125,11 @@ def check_attention(call: AttentionCall, dims: KVCacheDims) -> None:
     ):
         _check_tensor(what, x, shape, dtypes, q)
     if call.query_start_loc.shape[0] != call.seq_lens.shape[0] + 1:
-        _fail("length of query_start_loc", call.query_start_loc.shape[0], f"{call.seq_lens.shape[0]} + 1, one more than seq_lens")
+        _fail(
+            "length of query_start_loc",
+            call.query_start_loc.shape[0],
+            f"{call.seq_lens.shape[0]} + 1, one more than seq_lens",
+        )
     _check_scale("k_scale", call.k_scale, kv_heads, q)
     _check_scale("v_scale", call.v_scale, kv_heads, q)
     for what in ("query", "key", "value", "kv_cache", "output"):
@@ -122,7 +139,12 @@ def check_attention(call: AttentionCall, dims: KVCacheDims) -> None:
 def check_attention_tokens(call: AttentionCall) -> None:
     """The part of the check that depends on the number of tokens."""
     tokens = call.query.shape[0]
-    for what, x in (("output", call.output), ("key", call.key), ("value", call.value), ("lse", call.lse)):
+    for what, x in (
+        ("output", call.output),
+        ("key", call.key),
+        ("value", call.value),
+        ("lse", call.lse),
+    ):
         if x is not None and x.shape[0] != tokens:
             _fail(f"rows of {what}", x.shape[0], f"{tokens}, as query")
 
@@ -160,12 +182,20 @@ def check_block_table(call: AttentionCall, dims: KVCacheDims) -> None:
     needed_R = (lens + dims.block_size - 1) // dims.block_size
     if bool((needed_R > width).any()):
         row = int((needed_R > width).nonzero()[0])
-        _fail(f"seq_lens[{row}]", int(lens[row]), f"at most {width * dims.block_size}, what block_table's width {width} holds")
+        _fail(
+            f"seq_lens[{row}]",
+            int(lens[row]),
+            f"at most {width * dims.block_size}, what block_table's width {width} holds",
+        )
     used = torch.arange(width) < needed_R.unsqueeze(1)
     wrong = used & ((table < 0) | (table >= dims.num_blocks))
     if bool(wrong.any()):
         row, column = (int(i) for i in wrong.nonzero()[0])
-        _fail(f"block_table[{row}, {column}]", int(table[row, column]), f"0 to {dims.num_blocks - 1}, the cache's blocks")
+        _fail(
+            f"block_table[{row}, {column}]",
+            int(table[row, column]),
+            f"0 to {dims.num_blocks - 1}, the cache's blocks",
+        )
 
 
 def check_slots(call: KVCacheUpdateCall, dims: KVCacheDims) -> None:

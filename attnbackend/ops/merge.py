@@ -36,7 +36,9 @@ def merge_attn_states(
             f"{tuple(out_b_THD.shape)}, LSE {tuple(lse_a_TH.shape)} and {tuple(lse_b_TH.shape)}"
         )
     empty_a, empty_b = lse_a_TH == -torch.inf, lse_b_TH == -torch.inf
-    lse_TH = torch.where(empty_a, lse_b_TH, torch.where(empty_b, lse_a_TH, torch.logaddexp(lse_a_TH, lse_b_TH)))
+    lse_TH = torch.where(
+        empty_a, lse_b_TH, torch.where(empty_b, lse_a_TH, torch.logaddexp(lse_a_TH, lse_b_TH))
+    )
     finite = torch.where(empty_a & empty_b, 0.0, lse_TH)
     weight_a, weight_b = ((lse - finite).exp().unsqueeze(-1) for lse in (lse_a_TH, lse_b_TH))
     blended = (weight_a * out_a_THD.float() + weight_b * out_b_THD.float()).to(out_a_THD.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -146,12 +147,17 @@ class ModelRunner:
         context = ForwardContext(self._plans(batch, tensors))
         with (
             torch.inference_mode(),
-            set_config(backend=self.options.backend),
+            self._named_backend(),
             set_forward_context(context),
         ):
             return self.model.forward(
                 batch.input_ids[:tokens], batch.positions[:tokens], wanted, tensors
             )
+
+    def _named_backend(self) -> AbstractContextManager[object]:
+        """Names the engine's backend to the agnostic ops; without one, they choose as everywhere."""
+        named = self.options.backend
+        return nullcontext() if named is None else set_config(backend=named)
 
     def _plans(self, batch: PreparedBatch, tensors: BatchTensors) -> dict[tuple[int, str], Any]:
         common = CommonAttentionMetadata(

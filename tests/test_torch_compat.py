@@ -1,0 +1,83 @@
+"""Fails, by name, when a private torch API that attnbackend uses has moved or changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from attnbackend import _torch_compat as compat
+
+
+def test_fake_mode_can_be_left() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert isinstance(torch.empty(1), compat.FakeTensor)
+        with compat.outside_fake_mode():
+            assert not isinstance(torch.empty(1), compat.FakeTensor)
+
+
+def test_functionalised_calls_are_those_that_export_makes() -> None:
+    def step(x: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        torch.ops.attnbackend.kv_cache_update(x, x, cache, slots)
+        return cache + 0
+
+    class Step(torch.nn.Module):
+        def forward(self, x: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+            return step(x, cache, slots)
+
+    args = (torch.ones(2, 2, 32), torch.zeros(3, 2, 16, 2, 32), torch.tensor([16, 17]))
+    program = torch.export.export(Step(), args).run_decompositions()
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert sum(target in compat.FUNCTIONALIZED for target in targets) == 1
+
+
+@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+def test_compilers_are_found_by_name(name: str) -> None:
+    compiled = torch.compile(lambda x: x + 1, backend=compat.compiler_backend(name, None))
+    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="takes none"):
+        compat.compiler_backend(name, {"max_autotune": True})
+
+
+def test_a_namedtuple_can_be_registered_once_for_export() -> None:
+    from attnbackend.layers import BatchTensors
+
+    _, spec = torch.utils._pytree.tree_flatten(BatchTensors(*torch.zeros(4)))
+    assert "attnbackend.layers.paged.BatchTensors" in torch.utils._pytree.treespec_dumps(spec)
+
+
+@pytest.mark.slow
+def test_a_changed_cache_key_keeps_an_old_artefact_from_being_served(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Inductor's on-disk cache knows an op by its name alone: the same name with other mutated arguments gave
+    a silently wrong sum (0 for 4). A key over the schema makes the second process compile anew."""
+    program = textwrap.dedent(
+        """
+        import sys, torch
+        from attnbackend._torch_compat import add_cache_key
+        mutates = tuple(filter(None, sys.argv[1].split(",")))
+        add_cache_key(f"schema:{sys.argv[2]}")
+        def u(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+            c += 1
+            return x.clone()
+        op = torch.library.custom_op("cachekeytest::u", u, mutates_args=mutates)
+        op.register_fake(lambda x, c: torch.empty_like(x))
+        def f(x, c):
+            torch.ops.cachekeytest.u(x, c)
+            return c.sum()
+        print(float(torch.compile(f)(torch.zeros(4), torch.zeros(4))))
+        """
+    )
+
+    def run(mutates: str, key: str) -> float:
+        environment = {**__import__("os").environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", program, mutates, key]
+        result = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        return float(result.stdout.strip().splitlines()[-1])
+
+    assert run("", "1") == 0.0, "an undeclared write is dropped by the compiler"
+    assert run("c", "2") == 4.0
