@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
@@ -15,11 +17,15 @@ __all__ = [
     "FakeTensor",
     "add_cache_key",
     "cache_key",
+    "compiled_call",
     "compiler_backend",
     "inductor_graph_pass",
     "outside_fake_mode",
     "register_namedtuple",
     "reset_compiler",
+    "run_module",
+    "set_compiled_call",
+    "with_own_code",
 ]
 
 FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
@@ -53,9 +59,7 @@ def compiler_backend(name: str, options: dict[str, Any] | None) -> Callable[[Any
 
         return lambda gm, inputs: compile_fx(gm, inputs, config_patches=options)
     if options:
-        raise ValueError(
-            f"options={options} are Inductor's; the compiler is {name!r}, which takes none"
-        )
+        raise ValueError(f"options={options} are Inductor's; the compiler is {name!r}, which takes none")
     from torch._dynamo import lookup_backend
 
     return lookup_backend(name)
@@ -87,3 +91,27 @@ def register_namedtuple(cls: type) -> None:
 def reset_compiler() -> None:
     """Forgets everything compiled in this process."""
     torch._dynamo.reset()
+
+
+def with_own_code(function: types.FunctionType) -> types.FunctionType:
+    """The same function with a code object of its own.
+
+    Dynamo keeps what it compiled with the code object, and counts recompilations there: functions of equal
+    text would share the limit.
+    """
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+def run_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module, hooks included, past what `set_compiled_call` set."""
+    return module._call_impl(*args, **kwargs)
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What is called in the module's place, as ``module.compile()`` sets it."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Calls ``call`` whenever the module is called; copies and pickles of the module leave it out."""
+    module._compiled_call_impl = call

@@ -183,9 +183,7 @@ def _matches(value: int, allowed: tuple[int | MultipleOf, ...]) -> bool:
 
 def _check_complete(cls: type[AttentionBackend]) -> None:
     missing = [
-        f"{name}()"
-        for name in _CORE_METHODS
-        if getattr(getattr(cls, name), "__isabstractmethod__", False)
+        f"{name}()" for name in _CORE_METHODS if getattr(getattr(cls, name), "__isabstractmethod__", False)
     ]
     if missing:
         raise TypeError(
@@ -228,10 +226,7 @@ def check_parts(cls: type[AttentionBackend]) -> None:
 
 def _check_lse_base(cls: type[AttentionBackend], impl: type[AttentionImplBase]) -> None:
     """A backend that gives an LSE must say its base, or merging would silently be wrong."""
-    how = (
-        "say LSEBase.E for natural logarithms, LSEBase.TWO for base 2, or None when the kernels "
-        "give no LSE"
-    )
+    how = "say LSEBase.E for natural logarithms, LSEBase.TWO for base 2, or None when the kernels give no LSE"
     if cls.lse_base is not None and not isinstance(cls.lse_base, LSEBase):
         raise TypeError(f"{cls.get_name()}: lse_base={cls.lse_base!r} is not an LSEBase; {how}")
     gives = cls.supports_lse() or getattr(impl, "can_return_lse_for_decode", False)

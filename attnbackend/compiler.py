@@ -27,9 +27,7 @@ class CompilerWithPasses:
         self.num_graphs = 0
         self._inner = compiler_backend(compiler, options)
 
-    def __call__(
-        self, graph_module: GraphModule, example_inputs: Sequence[Any]
-    ) -> Callable[..., Any]:
+    def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         reports = self.manager.run(graph_module)
         with cache_key(f"attnbackend-passes:{self.manager.uuid()}"):
             compiled = self._inner(graph_module, example_inputs)

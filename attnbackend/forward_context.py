@@ -23,9 +23,7 @@ class ForwardContext:
     """(KV cache group, backend name) -> plan."""
 
 
-_CURRENT: ContextVar[ForwardContext | None] = ContextVar(
-    "attnbackend_forward_context", default=None
-)
+_CURRENT: ContextVar[ForwardContext | None] = ContextVar("attnbackend_forward_context", default=None)
 
 get_forward_context = _CURRENT.get
 """The current context, or None outside of any."""

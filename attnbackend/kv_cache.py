@@ -78,9 +78,7 @@ class KVCacheSpec:
     def _check_positive(self, *names: str) -> None:
         for name in names:
             if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{type(self).__name__}: {name}={getattr(self, name)} must be at least 1"
-                )
+                raise ValueError(f"{type(self).__name__}: {name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,9 +234,7 @@ def _check_spec(backend: type[AttentionBackend], spec: AttentionSpec, num_blocks
         raise ValueError(f"layout={spec.layout} does not suit {name}; allowed: {allowed}")
 
 
-def _shape(
-    backend: type[AttentionBackend], spec: AttentionSpec, num_blocks: int
-) -> tuple[int, ...]:
+def _shape(backend: type[AttentionBackend], spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
     return tuple(
         backend.get_kv_cache_shape(
             num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype
@@ -246,9 +242,7 @@ def _shape(
     )
 
 
-def _dense_stride(
-    backend: type[AttentionBackend], shape: Sequence[int], order: Sequence[int]
-) -> list[int]:
+def _dense_stride(backend: type[AttentionBackend], shape: Sequence[int], order: Sequence[int]) -> list[int]:
     if sorted(order) != list(range(len(shape))):
         raise ValueError(
             f"{backend.get_name()}: stride order {tuple(order)} does not name each dimension of "
@@ -280,9 +274,7 @@ def _check_block_stride(
             f"of its stride order {tuple(order)}, so a block's data is not in one piece"
         )
     if stride < page:
-        raise ValueError(
-            f"block_stride={stride} lets the blocks of {name} overlap; allowed: at least {page}"
-        )
+        raise ValueError(f"block_stride={stride} lets the blocks of {name} overlap; allowed: at least {page}")
 
 
 def _check_offsets(
@@ -401,9 +393,7 @@ def expand_block_table(block_table: Tensor, block_size: int, kernel_block_size: 
     return (block_table.unsqueeze(-1) * parts + within).flatten(-2)
 
 
-def resolve_kv_sharing(
-    targets: Mapping[str, str], specs: Mapping[str, KVCacheSpec]
-) -> dict[str, str]:
+def resolve_kv_sharing(targets: Mapping[str, str], specs: Mapping[str, KVCacheSpec]) -> dict[str, str]:
     """The layer that owns the cache of each sharing layer, with chains followed to their end.
 
     A layer that shares a cache reads its owner's and writes none.
@@ -424,8 +414,7 @@ def resolve_kv_sharing(
         owner = chain[-1]
         if specs[owner] != specs[layer]:
             raise ValueError(
-                f"layer {layer!r} cannot share the cache of {owner!r}: {specs[layer]} is not "
-                f"{specs[owner]}"
+                f"layer {layer!r} cannot share the cache of {owner!r}: {specs[layer]} is not {specs[owner]}"
             )
         owners[layer] = owner
     return owners

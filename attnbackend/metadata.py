@@ -138,11 +138,7 @@ class CommonAttentionMetadata:
     def _slice(self, reqs: slice, tokens: slice) -> dict[str, Any]:
         rows_plus_1 = slice(reqs.start, reqs.stop + 1)
         by_axis = {"reqs": reqs, "reqs+1": rows_plus_1, "tokens": tokens}
-        return {
-            name: tensor[rows]
-            for axis, rows in by_axis.items()
-            for name, tensor in self._along(axis)
-        }
+        return {name: tensor[rows] for axis, rows in by_axis.items() for name, tensor in self._along(axis)}
 
     def _along(self, axis: str) -> Iterator[tuple[str, Tensor]]:
         """The fields that follow ``axis``, where they are given."""

@@ -105,9 +105,7 @@ class AttentionBackendEnum(_BackendMember):
     ROCM_AITER_MLA = f"{_HERE}.mla.rocm_aiter_mla.RocmAiterMLABackend"
     ROCM_AITER_TRITON_MLA = f"{_HERE}.mla.rocm_aiter_triton_mla.RocmAiterTritonMLABackend"
     FLASHINFER_MLA_SPARSE = f"{_HERE}.mla.flashinfer_mla_sparse.FlashInferMLASparseBackend"
-    FLASHINFER_MLA_SPARSE_SM120 = (
-        f"{_HERE}.mla.flashinfer_mla_sparse.FlashInferMLASparseSM120Backend"
-    )
+    FLASHINFER_MLA_SPARSE_SM120 = f"{_HERE}.mla.flashinfer_mla_sparse.FlashInferMLASparseSM120Backend"
     FLASHMLA_SPARSE = f"{_HERE}.mla.flashmla_sparse.FlashMLASparseBackend"
     FLASH_ATTN_MLA_SPARSE = f"{_HERE}.mla.flash_attn_mla_sparse.FlashAttentionMLASparseBackend"
     ROCM_AITER_MLA_SPARSE = f"{_HERE}.mla.rocm_aiter_mla_sparse.RocmAiterMLASparseBackend"

@@ -165,9 +165,7 @@ def get_attn_backend(
     return select_backend(config, backend=backend).backend
 
 
-def select_backend(
-    config: AttentionSelectorConfig, *, backend: BackendName | None = None
-) -> Selection:
+def select_backend(config: AttentionSelectorConfig, *, backend: BackendName | None = None) -> Selection:
     """The backend that serves ``config``, with the reason for the choice.
 
     A backend named here stands above one named by `set_config`, which stands above ``ATTNBACKEND``.
@@ -188,9 +186,7 @@ def forced_for(backend: BackendName | None) -> ForcedBackend | None:
     return forced_backend()
 
 
-def priorities_for(
-    config: AttentionSelectorConfig, *, is_rocm: bool | None = None
-) -> tuple[str, ...]:
+def priorities_for(config: AttentionSelectorConfig, *, is_rocm: bool | None = None) -> tuple[str, ...]:
     """Names in the order in which they are tried; ``is_rocm`` None: as torch was built."""
     rocm = torch.version.hip is not None if is_rocm is None else is_rocm
     platform = Platform(config.device_type, config.compute_capability, rocm)

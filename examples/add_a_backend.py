@@ -35,13 +35,8 @@ class LoopImpl(AttentionImpl):
                 if seen <= 0:
                     continue
                 pages = kv_cache[batch.block_table[row, : -(-seen // size)]]
-                k, v = (
-                    pages[:, side].flatten(0, 1)[:seen].repeat_interleave(groups, 1)
-                    for side in (0, 1)
-                )
-                weights = (torch.einsum("hd,lhd->hl", query[token], k) * self.params.scale).softmax(
-                    -1
-                )
+                k, v = (pages[:, side].flatten(0, 1)[:seen].repeat_interleave(groups, 1) for side in (0, 1))
+                weights = (torch.einsum("hd,lhd->hl", query[token], k) * self.params.scale).softmax(-1)
                 output[token] = torch.einsum("hl,lhd->hd", weights, v)
 
 
@@ -62,9 +57,7 @@ class LoopBackend(StandardCacheBackend):
 
 
 def main() -> None:
-    case = AttentionCase(
-        query_lens=(1, 5, 0), context_lens=(20, 0, 3), num_padded_rows=2, lse=False
-    )
+    case = AttentionCase(query_lens=(1, 5, 0), context_lens=(20, 0, 3), num_padded_rows=2, lse=False)
     batch = make_batch(case)
     op = torch.ops.attnbackend.loop_forward.default
     op(*op_positional(batch), **op_kwargs(batch))

@@ -24,9 +24,7 @@ def main() -> None:
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=6))
     for _ in range(3):
         engine.step()
-    engine.add_request(
-        [4, 5, 6, 7, 8], SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=1)
-    )
+    engine.add_request([4, 5, 6, 7, 8], SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=1))
     while engine.has_unfinished():
         for update in engine.step():
             if update.output is not None:

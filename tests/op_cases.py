@@ -44,7 +44,7 @@ FEATURES = {
     "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.25, "v_scale": 0.5},
     "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2", "k_scale": 2.0, "v_scale": 0.125},
     "fp8_per_head_scales": {"kv_cache_dtype": "fp8", "k_scale": (0.25, 0.5), "v_scale": (1.0, 0.125)},
-    "fp8_hnd_soft_cap": {"kv_cache_dtype": "fp8_e4m3", "layout": "HND", "logits_soft_cap": 4.0, "k_scale": 0.5, "v_scale": 0.5},
+    "fp8_hnd_cap": {"kv_cache_dtype": "fp8", "layout": "HND", "logits_soft_cap": 4.0, "k_scale": 0.5},
 }  # fmt: skip
 
 BATCHES = {

@@ -1,4 +1,4 @@
-"""Plain torch.compile, attnbackend.compile and regional compilation: results, graphs, no copies of a cache."""
+"""torch.compile, attnbackend.compile, regional compilation: results, graphs, no copies of a cache."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from attnbackend._torch_compat import cache_key
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def _eager(
-    stack: Stack, seed: int, num_tokens: int | None = None
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _eager(stack: Stack, seed: int, num_tokens: int | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
     reset_caches(stack)
     x, batch = random_batch(seed, num_tokens)
     return stack(x, batch), [c.clone() for c in caches(stack)]
@@ -23,8 +21,7 @@ def _eager(
 
 def _equal_caches(stack: Stack, expected: list[torch.Tensor]) -> bool:
     return all(
-        torch.equal(a.nan_to_num(7), b.nan_to_num(7))
-        for a, b in zip(caches(stack), expected, strict=True)
+        torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(caches(stack), expected, strict=True)
     )
 
 
@@ -62,9 +59,7 @@ def test_a_thousand_random_batches_need_at_most_three_graphs() -> None:
 def test_equal_layers_compile_once() -> None:
     stack = make_stack(num_layers=6)
     expected, _ = _eager(stack, seed=3)
-    compiler = compile_layers(
-        list(stack.layers), compiler="aot_eager", fullgraph=True, dynamic=True
-    )
+    compiler = compile_layers(list(stack.layers), compiler="aot_eager", fullgraph=True, dynamic=True)
     reset_caches(stack)
     torch.testing.assert_close(stack(*random_batch(3)), expected)
     assert compiler.num_graphs == 1
@@ -124,9 +119,7 @@ def test_a_cache_that_is_a_view_is_written_in_place(view, dtype: str) -> None:  
 
 
 def test_compiling_for_a_named_backend_puts_its_ops_in_the_graph() -> None:
-    compiled = attnbackend.compile(
-        make_stack(), backend="TORCH_SDPA", compiler="aot_eager", fullgraph=True
-    )
+    compiled = attnbackend.compile(make_stack(), backend="TORCH_SDPA", compiler="aot_eager", fullgraph=True)
     compiled(*random_batch(1))
     text = str(compiled.attnbackend_compiler)
     assert "attnbackend::attention -> attnbackend::torch_sdpa_forward (named by the caller)" in text
@@ -135,9 +128,7 @@ def test_compiling_for_a_named_backend_puts_its_ops_in_the_graph() -> None:
 def test_a_backend_that_cannot_serve_fails_when_compiled_not_when_run() -> None:
     with attnbackend.registry_scope():
         attnbackend.register_backend("LATER", "nowhere_at_all.Backend")
-        compiled = attnbackend.compile(
-            make_stack(), backend="LATER", compiler="aot_eager", fullgraph=True
-        )
+        compiled = attnbackend.compile(make_stack(), backend="LATER", compiler="aot_eager", fullgraph=True)
         with pytest.raises(Exception, match="nowhere_at_all"):
             compiled(*random_batch(1))
 

@@ -47,9 +47,7 @@ attention = attnbackend::cpu_attn_forward(view_2, view, view_1, b_layers_0_atten
 
 @pytest.mark.parametrize("decompose", [False, True], ids=["as_traced", "functionalised"])
 @pytest.mark.parametrize("backend", [None, "TORCH_SDPA", "CPU_ATTN"])
-def test_an_exported_program_runs_on_the_selected_backend(
-    backend: str | None, decompose: bool
-) -> None:
+def test_an_exported_program_runs_on_the_selected_backend(backend: str | None, decompose: bool) -> None:
     stack, program = _exported(decompose=decompose)
     x, batch = random_batch(1)
     reset_caches(stack)
@@ -85,10 +83,7 @@ def test_a_graph_that_names_a_backend_already_is_left_alone() -> None:
     before = graph_text(program.graph_module)
     (report,) = PassManager([SelectBackend("CPU_ATTN")]).run(program.graph_module)
     assert [change.after for change in report.changes] == ["attnbackend::cpu_attn_kv_cache_update"]
-    assert (
-        graph_text(program.graph_module).replace("cpu_attn_kv_cache_update", "kv_cache_update")
-        == before
-    )
+    assert graph_text(program.graph_module).replace("cpu_attn_kv_cache_update", "kv_cache_update") == before
 
 
 def test_a_graph_without_attention_is_left_alone() -> None:

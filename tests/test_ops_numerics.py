@@ -50,9 +50,7 @@ def test_forward_equals_float64_for_each_batch(backend: str, batch: str) -> None
 @pytest.mark.parametrize("feature", ["plain", "fp8_e4m3", "soft_cap", "no_lse"])
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("backend", DENSE_BACKENDS)
-def test_forward_equals_float64_for_each_dtype(
-    backend: str, dtype: torch.dtype, feature: str
-) -> None:
+def test_forward_equals_float64_for_each_dtype(backend: str, dtype: torch.dtype, feature: str) -> None:
     _check(backend, case(feature, dtype=dtype))
 
 
@@ -71,7 +69,10 @@ def test_the_agnostic_op_runs_on_the_selected_backend(feature: str) -> None:
 
 @pytest.mark.parametrize(
     "feature",
-    ["plain", "hnd", "layers_interleaved", "keys_before_values", "strided_tensors", "fp8_e4m3", "fp8_e5m2", "fp8_per_head_scales"],
+    [
+        "plain", "hnd", "layers_interleaved", "keys_before_values", "strided_tensors",
+        "fp8_e4m3", "fp8_e5m2", "fp8_per_head_scales",
+    ],
 )  # fmt: skip
 @pytest.mark.parametrize("batch", ["mixed", "padded", "one_token"])
 @pytest.mark.parametrize("backend", ["agnostic", *DENSE_BACKENDS])

@@ -57,9 +57,7 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder[TorchSDPAMetadata]):
         lens = common_attn_metadata.host_seq_lens().tolist()
         rows = zip(range(len(lens)), starts[:-1], starts[1:], lens, strict=True)
         requests = tuple(Request(*row) for row in rows if row[2] > row[1])
-        return TorchSDPAMetadata(
-            common=common_attn_metadata, requests=requests, num_tokens=starts[-1]
-        )
+        return TorchSDPAMetadata(common=common_attn_metadata, requests=requests, num_tokens=starts[-1])
 
 
 class TorchSDPAImpl(AttentionImpl):
@@ -74,9 +72,7 @@ class TorchSDPAImpl(AttentionImpl):
                 self._write_empty(output, tensors.lse, rows)
                 continue
             first = self._first_key(request)
-            k_LKD, v_LKD = self._gather(
-                kv_cache, table[request.row], first, request.seq_len, tensors
-            )
+            k_LKD, v_LKD = self._gather(kv_cache, table[request.row], first, request.seq_len, tensors)
             self._attend(query[rows], k_LKD, v_LKD, output[rows], rows, request, first, tensors)
         self._write_empty(output, tensors.lse, slice(attn_metadata.num_tokens, None))
 
@@ -128,14 +124,10 @@ class TorchSDPAImpl(AttentionImpl):
             if tensors.lse is not None:
                 tensors.lse[rows][part] = lse
 
-    def _fused(
-        self, q_NHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, first: int, seq_len: int
-    ) -> Tensor:
+    def _fused(self, q_NHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, first: int, seq_len: int) -> Tensor:
         """torch's own kernel, for plain masks."""
         n, keys = len(q_NHD), len(k_LKD)
-        top_left_is_bottom_right = (
-            self.params.causal and n == keys and self.params.sliding_window is None
-        )
+        top_left_is_bottom_right = self.params.causal and n == keys and self.params.sliding_window is None
         all_visible = n == 1 or not (self.params.causal or self.params.sliding_window)
         mask = None
         if not (top_left_is_bottom_right or all_visible):
@@ -159,9 +151,7 @@ class TorchSDPAImpl(AttentionImpl):
         """Softmax written out in float32: output [N, H, D] and LSE [N, H] of the queries ``part``."""
         queries, keys = range(part.start, part.stop), len(k_LKD)
         groups = self.params.num_heads // self.params.num_kv_heads
-        k_HLD, v_HLD = (
-            x.float().repeat_interleave(groups, 1).transpose(0, 1) for x in (k_LKD, v_LKD)
-        )
+        k_HLD, v_HLD = (x.float().repeat_interleave(groups, 1).transpose(0, 1) for x in (k_LKD, v_LKD))
         s_HNL = q_NHD[part].float().transpose(0, 1) @ k_HLD.transpose(1, 2) * self.params.scale
         if cap := self.params.logits_soft_cap:
             s_HNL = cap * torch.tanh(s_HNL / cap)
@@ -192,11 +182,7 @@ class TorchSDPAImpl(AttentionImpl):
         self, queries: range, n: int, keys: int, first: int, seq_len: int, device: torch.device
     ) -> Tensor:
         distance_NL = self._distance(queries, n, keys, first, seq_len, device)
-        visible = (
-            distance_NL <= 0
-            if self.params.causal
-            else torch.ones_like(distance_NL, dtype=torch.bool)
-        )
+        visible = distance_NL <= 0 if self.params.causal else torch.ones_like(distance_NL, dtype=torch.bool)
         window = self.params.sliding_window
         return visible if window is None else visible & (distance_NL > -window)
 

@@ -30,9 +30,7 @@ def _written(target: Any) -> set[Any]:
     if not isinstance(target, torch._ops.OpOverload):
         return set()
     arguments = enumerate(target._schema.arguments)
-    return {
-        key for i, a in arguments if a.alias_info and a.alias_info.is_write for key in (i, a.name)
-    }
+    return {key for i, a in arguments if a.alias_info and a.alias_info.is_write for key in (i, a.name)}
 
 
 def _target(target: Any) -> str:

@@ -10,7 +10,7 @@ K key-value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from attnbackend._torch_compat import compiled_call, run_module, set_compiled_call, with_own_code
 from attnbackend.compiler import make_compiler
 from attnbackend.integrations.dense_cache import attend_dense
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
@@ -53,8 +54,10 @@ def attention_forward(
     }  # fmt: skip
     batch = kwargs.get(_BATCH)
     if batch is None:
+        _check_dense_mask(attention_mask)
         return attend_dense(query, key, value, attention_mask, features), None
     if isinstance(batch, _Recorder):
+        batch.check(module, query, value, attention_mask)
         batch.layers[module] = _layer_of(query, key, features)
         return torch.zeros_like(query.transpose(1, 2)), None
     q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -78,11 +81,33 @@ def _check_arguments(dropout: float, kwargs: Mapping[str, Any]) -> None:
         )
 
 
+def _check_dense_mask(mask: Tensor | None) -> None:
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; attn_implementation={ATTN_IMPLEMENTATION!r} "
+            "takes a padding mask [batch, tokens], since the ops make the causal mask themselves"
+        )
+
+
 @dataclass(frozen=True)
 class _Recorder:
     """Stands in a batch's place to note what each layer asks of attention."""
 
+    no_mask: Tensor
     layers: dict[nn.Module, AttentionLayer] = field(default_factory=dict)
+
+    def check(self, module: nn.Module, query: Tensor, value: Tensor, mask: Tensor | None) -> None:
+        """Refuses layers that the features of the ops do not describe in full."""
+        where = type(module).__name__
+        if mask is not None and mask.data_ptr() != self.no_mask.data_ptr():
+            raise ValueError(
+                f"{where} computes an attention mask of its own, which the ops do not take"
+            )
+        if value.shape[-1] != query.shape[-1]:
+            raise ValueError(
+                f"{where} has values of head size {value.shape[-1]} and queries of {query.shape[-1]}; "
+                "they must be equal"
+            )
 
 
 def _layer_of(query: Tensor, key: Tensor, features: dict[str, Any]) -> AttentionLayer:
@@ -102,17 +127,44 @@ def padding_mask(
     """transformers' mask function: the padding mask, bool [B, L], or None where nothing is padded.
 
     Raises:
-        ValueError: keys of a static cache that are not filled yet.
+        ValueError: keys of a static cache that are not filled yet, or a mask that is more than causal,
+            window and padding.
     """
+    _check_plain_mask(**kwargs)
     if kv_offset + kv_length != q_offset + q_length:
         raise ValueError(
             f"the cache holds {kv_length} keys from {kv_offset} where {q_offset + q_length} tokens were seen: "
-            "static caches are not supported; use a DynamicCache, or attnbackend.Engine"
+            "static caches are not supported (use a DynamicCache, or attnbackend.Engine), nor is a mask "
+            "of another length than the tokens"
         )
     if attention_mask is None:
         return None
+    if attention_mask.shape[1] != kv_offset + kv_length:
+        raise ValueError(
+            f"attention_mask covers {attention_mask.shape[1]} tokens and {kv_offset + kv_length} were seen, "
+            "those in the cache included; give a mask over all of them, or none"
+        )
     mask = attention_mask[:, -kv_length:].bool()
     return None if bool(mask.all()) else mask
+
+
+def _check_plain_mask(
+    config: Any = None, allow_is_causal_skip: bool = False, allow_is_bidirectional_skip: bool = False,
+    local_size: int | None = None, **kwargs: Any,
+) -> None:  # fmt: skip
+    """transformers allows to leave out the mask, one way or the other, only where it is a plain one."""
+    if config is not None:
+        _check_config(config)
+    if not (allow_is_causal_skip or allow_is_bidirectional_skip):
+        raise ValueError(
+            "the attention mask is more than causal, window and padding (packed sequences with position_ids "
+            f"that start again, or a mask function): attn_implementation={ATTN_IMPLEMENTATION!r} does not "
+            "support that; give the sequences as a padded batch, or use attn_implementation='sdpa'"
+        )
+    if local_size is not None and not allow_is_causal_skip:
+        raise ValueError(
+            f"a window of {local_size} to both sides is not supported: the ops' windows reach back only"
+        )
 
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, attention_forward)
@@ -134,6 +186,7 @@ class TransformersModel:
 
     def __init__(self, model: Any) -> None:
         _check_model(model)
+        _release(model)
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
         text_config = model.config.get_text_config()
         self.model = model
@@ -143,9 +196,6 @@ class TransformersModel:
         self.device: torch.device = model.device
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
         self._modules = _record_layers(self)
-        self._bound: dict[nn.Module, BoundLayer] = {}
-        self._layers: list[nn.Module] = []
-        self._compiled: list[Any] = []
 
     def attention_layers(self) -> dict[str, AttentionLayer]:
         """Every attention layer in the order in which they run, found by running the model on one token."""
@@ -160,17 +210,20 @@ class TransformersModel:
         self._first = next((modules[name], layer) for name, layer in layers.items())
 
     def compile(self, backend: str | None) -> None:
-        """Compiles each decoder layer; equal layers share one compilation."""
+        """Compiles each decoder layer for serving; equal layers share one compilation."""
         self.compiler = make_compiler(backend)
+        run = torch.compile(
+            with_own_code(run_module), backend=self.compiler, dynamic=True, fullgraph=True
+        )
         for layer in _decoder_layers(self._modules, self.model):
-            layer.compile(backend=self.compiler, dynamic=True, fullgraph=True)
+            set_compiled_call(layer, _CompiledLayer(run, layer))
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, batch: BatchTensors
     ) -> Tensor:
         """Logits [len(logits_indices), vocab_size] at the given tokens of the batch [T]."""
         module, layer = self._first
-        if getattr(module, _BOUND) is not layer:
+        if getattr(module, _BOUND, None) is not layer:
             raise RuntimeError(
                 "the model was given to another engine since; make a new Engine of it"
             )
@@ -181,6 +234,41 @@ class TransformersModel:
         return result.logits[0]
 
 
+@dataclass(frozen=True)
+class _CompiledLayer:
+    """Called in a layer's place: compiled in served batches, as it is when the model is used by itself."""
+
+    run: Callable[..., Any]
+    layer: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self.run if _BATCH in kwargs else run_module
+        return run(self.layer, *args, **kwargs)
+
+
+def _release(model: nn.Module) -> None:
+    """Takes the caches and compiled layers of an earlier engine from the model."""
+    for module in model.modules():
+        if hasattr(module, _BOUND):
+            delattr(module, _BOUND)
+        if isinstance(compiled_call(module), _CompiledLayer):
+            set_compiled_call(module, None)
+
+
+def _check_config(config: Any) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - _SUPPORTED_LAYER_TYPES:
+        raise ValueError(
+            f"layer types {sorted(kinds - _SUPPORTED_LAYER_TYPES)} are not supported; "
+            f"allowed: {sorted(_SUPPORTED_LAYER_TYPES)}"
+        )
+    if not getattr(config, "is_causal", True):
+        raise ValueError(
+            "config.is_causal=False, a decoder made to look ahead, is not supported; use "
+            "attn_implementation='sdpa'"
+        )
+
+
 def _check_model(model: Any) -> None:
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "generation_config"):
         raise TypeError(
@@ -188,17 +276,16 @@ def _check_model(model: Any) -> None:
         )
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if kinds - _SUPPORTED_LAYER_TYPES:
+    if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
-            f"layer types {sorted(kinds - _SUPPORTED_LAYER_TYPES)} are not supported; "
-            f"allowed: {sorted(_SUPPORTED_LAYER_TYPES)}"
+            f"{type(model).__name__} is an encoder-decoder; only decoders can be served"
         )
+    _check_config(model.config.get_text_config())
 
 
 def _record_layers(model: TransformersModel) -> dict[nn.Module, AttentionLayer]:
     """Runs the model on one token with attention that only notes what it is asked for."""
-    recorder = _Recorder()
+    recorder = _Recorder(model._no_mask)
     with torch.no_grad():
         model.model(
             input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device),

@@ -45,9 +45,7 @@ class Attention(nn.Module):
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_kv_heads or num_heads
         if num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
+            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         self.scale = head_size**-0.5 if scale is None else scale
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
@@ -79,9 +77,7 @@ class Attention(nn.Module):
             raise RuntimeError(
                 "this Attention layer has no cache; call bind(BoundLayer(kv_cache, ...)) first"
             )
-        layer = BoundLayer(
-            self.kv_cache, self.kv_cache_dtype, self.group, self.k_scale, self.v_scale
-        )
+        layer = BoundLayer(self.kv_cache, self.kv_cache_dtype, self.group, self.k_scale, self.v_scale)
         k_TKD, v_TKD = (x.view(-1, self.num_kv_heads, self.head_size) for x in (key, value))
         out_THD = write_and_attend(
             query.view(-1, self.num_heads, self.head_size), k_TKD, v_TKD, layer, batch,

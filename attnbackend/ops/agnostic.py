@@ -1,4 +1,4 @@
-"""The ops that models emit. They run on the backend selected for their arguments, or are swapped for its own."""
+"""The ops that models emit: run on the backend selected for their arguments, or swapped for its own."""
 
 from __future__ import annotations
 

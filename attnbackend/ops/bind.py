@@ -68,9 +68,7 @@ class _BoundAttention:
         context = get_forward_context()
         if context is not None and call.group >= 0:
             plan = context.plans.get((call.group, self.name))
-            if plan is not None and plan.is_for(
-                call.query_start_loc, call.seq_lens, call.block_table
-            ):
+            if plan is not None and plan.is_for(call.query_start_loc, call.seq_lens, call.block_table):
                 return plan
         common = CommonAttentionMetadata.from_tensors(
             call.query_start_loc, call.seq_lens, call.block_table,
@@ -97,28 +95,20 @@ def _standard_dims(kv_cache: Tensor) -> KVCacheDims:
     return KVCacheDims(shape[0], int(shape[2]), int(shape[3]), int(shape[4]))
 
 
-def _backend_dims(
-    backend: type[AttentionBackend], kv_cache: Tensor, kv_cache_dtype: str
-) -> KVCacheDims:
+def _backend_dims(backend: type[AttentionBackend], kv_cache: Tensor, kv_cache_dtype: str) -> KVCacheDims:
     """Reads a cache's shape as ``backend`` does, and checks that the backend gives that shape back."""
     shape = tuple(kv_cache.shape)
     try:
         dims = KVCacheDims(*backend.parse_kv_cache_shape(shape))
     except (ValueError, IndexError):
         dims = KVCacheDims(1, 0, 1, 0)
-    wanted = (
-        tuple(backend.get_kv_cache_shape(*dims, kv_cache_dtype))
-        if dims.block_size
-        else "another rank"
-    )
+    wanted = tuple(backend.get_kv_cache_shape(*dims, kv_cache_dtype)) if dims.block_size else "another rank"
     if wanted != shape:
         raise ValueError(f"shape of kv_cache is {shape}; {backend.get_name()} expects {wanted}")
     return KVCacheDims(dims.num_blocks, *(int(n) for n in dims[1:]))
 
 
-def attention_config(
-    call: AttentionCall, dims: KVCacheDims | None = None
-) -> AttentionSelectorConfig:
+def attention_config(call: AttentionCall, dims: KVCacheDims | None = None) -> AttentionSelectorConfig:
     """What a call asks of a backend; ``dims`` None: of a standard cache."""
     dims = dims or _standard_dims(call.kv_cache)
     return AttentionSelectorConfig.dense(
@@ -135,9 +125,7 @@ def attention_config(
     )  # fmt: skip
 
 
-def update_config(
-    call: KVCacheUpdateCall, dims: KVCacheDims | None = None
-) -> AttentionSelectorConfig:
+def update_config(call: KVCacheUpdateCall, dims: KVCacheDims | None = None) -> AttentionSelectorConfig:
     """What a write asks of a backend: as a plain layer over the same cache."""
     dims = dims or _standard_dims(call.kv_cache)
     return AttentionSelectorConfig.dense(
@@ -180,15 +168,11 @@ def _dims_to_check(name: str | None, kv_cache: Tensor, kv_cache_dtype: str) -> K
     return _backend_dims(resolve_backend(name), kv_cache, kv_cache_dtype)
 
 
-def check_attention_call(
-    name: str | None, call: AttentionCall
-) -> tuple[type[AttentionBackend], KVCacheDims]:
+def check_attention_call(name: str | None, call: AttentionCall) -> tuple[type[AttentionBackend], KVCacheDims]:
     """Everything that running the call would refuse, without running it; ``name`` None: agnostic."""
     checks.check_attention(call, _dims_to_check(name, call.kv_cache, call.kv_cache_dtype))
     checks.check_attention_tokens(call)
-    return _resolve(
-        name, call.kv_cache, call.kv_cache_dtype, lambda dims: attention_config(call, dims)
-    )
+    return _resolve(name, call.kv_cache, call.kv_cache_dtype, lambda dims: attention_config(call, dims))
 
 
 def check_update_call(
@@ -197,9 +181,7 @@ def check_update_call(
     """As `check_attention_call`, for a cache write."""
     checks.check_update(call, _dims_to_check(name, call.kv_cache, call.kv_cache_dtype))
     checks.check_update_tokens(call)
-    return _resolve(
-        name, call.kv_cache, call.kv_cache_dtype, lambda dims: update_config(call, dims)
-    )
+    return _resolve(name, call.kv_cache, call.kv_cache_dtype, lambda dims: update_config(call, dims))
 
 
 def _params(call: AttentionCall, dims: KVCacheDims) -> AttentionParams:

@@ -6,7 +6,7 @@ Shape legend: T tokens, H query heads, K key-value heads, D head size, R request
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,17 @@ from attnbackend.kv_cache import resolve_kv_cache_dtype
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
 from attnbackend.types import AttentionType
 
-__all__ = ["check_attention", "check_attention_tokens", "check_block_table", "check_slots", "check_update", "check_update_tokens"]  # fmt: skip
+__all__ = [
+    "check_attention",
+    "check_attention_tokens",
+    "check_block_table",
+    "check_slots",
+    "check_update",
+    "check_update_tokens",
+]
+
+
+ExpectedTensor = tuple[str, tuple[int | str, ...], tuple[torch.dtype, ...]]
 
 
 def _fail(what: str, got: Any, allowed: str) -> None:
@@ -83,57 +93,54 @@ def _check_scalars(call: AttentionCall) -> None:
     if not 0.0 <= call.logits_soft_cap < math.inf:
         _fail("logits_soft_cap", call.logits_soft_cap, "a positive number, or 0 for none")
     if call.attn_type not in {t.value for t in AttentionType}:
-        _fail(
-            "attn_type", repr(call.attn_type), f"one of {', '.join(t.value for t in AttentionType)}"
-        )
+        _fail("attn_type", repr(call.attn_type), f"one of {', '.join(t.value for t in AttentionType)}")
 
 
 def check_attention(call: AttentionCall, dims: KVCacheDims) -> None:
     """Raises ValueError on anything about an attention call that no backend could serve."""
-    q, kv_heads = call.query, dims.num_kv_heads
-    if q.dim() != 3:
-        _fail("shape of query", tuple(q.shape), "(num_tokens, num_heads, head_size)")
-    _, heads, head_size = q.shape
-    if head_size != dims.head_size:
-        _fail("head size of kv_cache", dims.head_size, f"{head_size}, as query's {tuple(q.shape)}")
-    if heads % kv_heads:
-        _fail("num_heads", heads, f"a multiple of num_kv_heads={kv_heads}, as kv_cache has")
-    _check_no_grad(q, call.key, call.value)
+    _check_no_grad(call.query, call.key, call.value)
+    _check_heads(call.query, dims)
     _check_scalars(call)
-    _check_cache(call.kv_cache, call.kv_cache_dtype, q.dtype)
-    if call.kv_cache.device != q.device:
-        _fail("device of kv_cache", call.kv_cache.device, f"{q.device}, as query")
+    _check_cache(call.kv_cache, call.kv_cache_dtype, call.query.dtype)
+    if call.kv_cache.device != call.query.device:
+        _fail("device of kv_cache", call.kv_cache.device, f"{call.query.device}, as query")
     if (call.key is None) != (call.value is None):
         _fail("key and value", "only one of the two", "both or neither")
-    int32, f32 = (torch.int32,), (torch.float32,)
-    quantised = call.output_scale is not None or call.output_block_scale is not None
-    for what, x, shape, dtypes in (
-        ("key", call.key, ("T", kv_heads, head_size), (q.dtype,)),
-        ("value", call.value, ("T", kv_heads, head_size), (q.dtype,)),
-        (
-            "output",
-            call.output,
-            ("T", heads, head_size),
-            (call.output.dtype if quantised else q.dtype,),
-        ),
-        ("query_start_loc", call.query_start_loc, ("R+1",), int32),
-        ("seq_lens", call.seq_lens, ("R",), int32),
-        ("block_table", call.block_table, (call.seq_lens.shape[0], "W"), int32),
-        ("lse", call.lse, ("T", heads), f32),
-        ("alibi_slopes", call.alibi_slopes, (heads,), f32),
-        ("sinks", call.sinks, (heads,), (torch.float32, q.dtype)),
-    ):
-        _check_tensor(what, x, shape, dtypes, q)
-    if call.query_start_loc.shape[0] != call.seq_lens.shape[0] + 1:
-        _fail(
-            "length of query_start_loc",
-            call.query_start_loc.shape[0],
-            f"{call.seq_lens.shape[0]} + 1, one more than seq_lens",
-        )
-    _check_scale("k_scale", call.k_scale, kv_heads, q)
-    _check_scale("v_scale", call.v_scale, kv_heads, q)
+    for what, shape, dtypes in _expected_tensors(call, dims):
+        _check_tensor(what, getattr(call, what), shape, dtypes, call.query)
+    rows = call.seq_lens.shape[0]
+    if call.query_start_loc.shape[0] != rows + 1:
+        _fail("length of query_start_loc", call.query_start_loc.shape[0], f"{rows} + 1, as seq_lens")
+    _check_scale("k_scale", call.k_scale, dims.num_kv_heads, call.query)
+    _check_scale("v_scale", call.v_scale, dims.num_kv_heads, call.query)
     for what in ("query", "key", "value", "kv_cache", "output"):
         _check_contiguous_rows(what, getattr(call, what))
+
+
+def _check_heads(query: Tensor, dims: KVCacheDims) -> None:
+    if query.dim() != 3:
+        _fail("shape of query", tuple(query.shape), "(num_tokens, num_heads, head_size)")
+    _, heads, head_size = query.shape
+    if head_size != dims.head_size:
+        _fail("head size of kv_cache", dims.head_size, f"{head_size}, as query's {tuple(query.shape)}")
+    if heads % dims.num_kv_heads:
+        _fail("num_heads", heads, f"a multiple of num_kv_heads={dims.num_kv_heads}, as kv_cache has")
+
+
+def _expected_tensors(call: AttentionCall, dims: KVCacheDims) -> Iterator[ExpectedTensor]:
+    """Name, shape and allowed types of each tensor argument but the query, the cache and its scales."""
+    _, heads, head_size = call.query.shape
+    model = (call.query.dtype,)
+    quantised = call.output_scale is not None or call.output_block_scale is not None
+    yield "key", ("T", dims.num_kv_heads, head_size), model
+    yield "value", ("T", dims.num_kv_heads, head_size), model
+    yield "output", ("T", heads, head_size), (call.output.dtype,) if quantised else model
+    yield "query_start_loc", ("R+1",), (torch.int32,)
+    yield "seq_lens", ("R",), (torch.int32,)
+    yield "block_table", (call.seq_lens.shape[0], "W"), (torch.int32,)
+    yield "lse", ("T", heads), (torch.float32,)
+    yield "alibi_slopes", (heads,), (torch.float32,)
+    yield "sinks", (heads,), (torch.float32, *model)
 
 
 def check_attention_tokens(call: AttentionCall) -> None:

@@ -15,7 +15,7 @@ from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, OpRole, define_o
 __all__ = ["backend_op", "backend_op_names", "define_backend_ops"]
 
 _OPS: dict[str, tuple[str, OpRole, torch._ops.OpOverload]] = {}
-"""Op name -> (backend name, role, overload). An op outlives its registration: it looks its backend up by name."""
+"""Op name -> (backend name, role, overload). An op looks its backend up by name, so it outlives a class."""
 
 
 def op_name(backend_name: str, role: OpRole) -> str:

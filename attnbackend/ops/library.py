@@ -55,9 +55,7 @@ def define_op(
     """
     call = role.call
     _LIBRARY.define(f"{name}{role.schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(
-        name, lambda *args, **kwargs: run(call(*args, **kwargs)), "CompositeExplicitAutograd"
-    )
+    _LIBRARY.impl(name, lambda *args, **kwargs: run(call(*args, **kwargs)), "CompositeExplicitAutograd")
 
     def fake(*args: Any, **kwargs: Any) -> None:
         check(call(*args, **kwargs))
