@@ -768,7 +768,7 @@ def test_tensors_that_do_not_fit_are_refused(name: str, value: torch.Tensor, mes
     ("extra", "message"),
     [
         ({"num_splits": 0}, "num_splits is 0"),
-        ({"num_splits": 2, "workspace": torch.zeros(10)}, "workspace is .* 528 elements"),
+        ({"num_splits": 2, "workspace": torch.zeros(10)}, "workspace is .* 544 elements"),
         ({"num_splits": 2, "workspace": torch.zeros(9999, dtype=F16)}, "workspace"),
     ],
 )

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnbackend.backends.standard import StandardCacheBackend, kernel_features
-from attnbackend.impl import AttentionImpl, OptionalTensors
+from attnbackend.backends.standard import StandardCacheBackend, StandardImpl, kernel_features
+from attnbackend.impl import OptionalTensors
 from attnbackend.kernels import cpu
 from attnbackend.metadata import AttentionMetadata
 from attnbackend.types import LSEBase, MultipleOf
@@ -17,8 +17,8 @@ from attnbackend.types import LSEBase, MultipleOf
 __all__ = ["CPUAttentionBackend", "CPUAttentionImpl"]
 
 
-class CPUAttentionImpl(AttentionImpl):
-    def forward(
+class CPUAttentionImpl(StandardImpl):
+    def attend(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: AttentionMetadata, output: Tensor, tensors: OptionalTensors,
     ) -> None:  # fmt: skip
@@ -65,6 +65,9 @@ class CPUAttentionBackend(StandardCacheBackend):
     supports_alibi = True
     supports_sinks = True
     supports_non_causal = True
+    supports_query_scale = True
+    supports_output_scale = True
+    supports_output_block_scale = True
     supports_per_head_quant_scales = True
 
     @staticmethod

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from attnbackend.backend import AttentionBackend
-from attnbackend.impl import AttentionParams, OptionalTensors
+from attnbackend.backends.quantization import fold_query_scale, is_quantized, quantize_output
+from attnbackend.impl import AttentionImpl, AttentionParams, OptionalTensors
 from attnbackend.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -13,7 +18,7 @@ from attnbackend.metadata import (
 )
 from attnbackend.types import KVCacheLayout
 
-__all__ = ["BatchMetadataBuilder", "StandardCacheBackend", "kernel_features"]
+__all__ = ["BatchMetadataBuilder", "StandardCacheBackend", "StandardImpl", "kernel_features"]
 
 
 class BatchMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
@@ -26,6 +31,30 @@ class BatchMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
         fast_build: bool = False,
     ) -> AttentionMetadata:
         return AttentionMetadata(common=common_attn_metadata)
+
+
+class StandardImpl(AttentionImpl):
+    """An implementation whose kernel takes no query scale and writes no quantised output: both are done around it."""
+
+    def forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
+        attn_metadata: Any, output: Tensor, tensors: OptionalTensors,
+    ) -> None:  # fmt: skip
+        k_scale = fold_query_scale(tensors.q_scale, tensors.k_scale)
+        own = tensors._replace(q_scale=None, k_scale=k_scale, output_scale=None, output_block_scale=None)
+        if not is_quantized(tensors.output_scale, tensors.output_block_scale):
+            self.attend(query, key, value, kv_cache, attn_metadata, output, own)
+            return
+        exact = torch.empty(output.shape, dtype=query.dtype, device=query.device)
+        self.attend(query, key, value, kv_cache, attn_metadata, exact, own)
+        quantize_output(exact, output, tensors.output_scale, tensors.output_block_scale)
+
+    @abstractmethod
+    def attend(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
+        attn_metadata: Any, output: Tensor, tensors: OptionalTensors,
+    ) -> None:  # fmt: skip
+        """`forward` without ``q_scale``, ``output_scale`` and ``output_block_scale``."""
 
 
 class StandardCacheBackend(AttentionBackend, abstract=True):

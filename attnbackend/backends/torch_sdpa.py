@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnbackend.backends.standard import StandardCacheBackend
-from attnbackend.impl import AttentionImpl, OptionalTensors
+from attnbackend.backends.standard import StandardCacheBackend, StandardImpl
+from attnbackend.impl import OptionalTensors
 from attnbackend.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -60,8 +60,8 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder[TorchSDPAMetadata]):
         return TorchSDPAMetadata(common=common_attn_metadata, requests=requests, num_tokens=starts[-1])
 
 
-class TorchSDPAImpl(AttentionImpl):
-    def forward(
+class TorchSDPAImpl(StandardImpl):
+    def attend(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: TorchSDPAMetadata, output: Tensor, tensors: OptionalTensors,
     ) -> None:  # fmt: skip
@@ -209,6 +209,9 @@ class TorchSDPABackend(StandardCacheBackend):
     supports_alibi = True
     supports_sinks = True
     supports_non_causal = True
+    supports_query_scale = True
+    supports_output_scale = True
+    supports_output_block_scale = True
     supports_per_head_quant_scales = True
 
     @staticmethod

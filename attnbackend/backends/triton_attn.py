@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnbackend.backends.standard import StandardCacheBackend, kernel_features
-from attnbackend.impl import AttentionImpl, OptionalTensors
+from attnbackend.backends.standard import StandardCacheBackend, StandardImpl, kernel_features
+from attnbackend.impl import OptionalTensors
 from attnbackend.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -38,8 +38,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return TritonMetadata(common=common_attn_metadata, is_decode=is_decode)
 
 
-class TritonAttentionImpl(AttentionImpl):
-    def forward(
+class TritonAttentionImpl(StandardImpl):
+    def attend(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: TritonMetadata, output: Tensor, tensors: OptionalTensors,
     ) -> None:  # fmt: skip
@@ -93,6 +93,9 @@ class TritonAttentionBackend(StandardCacheBackend):
     supports_alibi = True
     supports_sinks = True
     supports_non_causal = True
+    supports_query_scale = True
+    supports_output_scale = True
+    supports_output_block_scale = True
     supports_per_head_quant_scales = True
 
     @staticmethod

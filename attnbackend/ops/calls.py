@@ -45,11 +45,14 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None = None
     """[H], one more logit in the denominator."""
     q_scale: Tensor | None = None
+    """float32 [1]: real query = query * q_scale."""
     k_scale: Tensor | None = None
     """float32, [1] or [K]: real key = stored key * k_scale."""
     v_scale: Tensor | None = None
     output_scale: Tensor | None = None
+    """float32 [1]: the output is float8 (or bytes of float8_e4m3fn), real = stored * output_scale."""
     output_block_scale: Tensor | None = None
+    """float32 [T, G], written: as output_scale, found for each of a token's G groups of elements."""
     kv_cache_dtype: str = "auto"
     attn_type: str = "decoder"
     group: int = -1

@@ -27,6 +27,9 @@ __all__ = [
 ]
 
 
+_QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+"""Types of a quantised output; bytes are those of float8_e4m3fn."""
+
 ExpectedTensor = tuple[str, tuple[int | str, ...], tuple[torch.dtype, ...]]
 
 
@@ -108,6 +111,7 @@ def check_attention(call: AttentionCall, dims: KVCacheDims) -> None:
         _fail("key and value", "only one of the two", "both or neither")
     for what, shape, dtypes in _expected_tensors(call, dims):
         _check_tensor(what, getattr(call, what), shape, dtypes, call.query)
+    _check_output_scales(call)
     rows = call.seq_lens.shape[0]
     if call.query_start_loc.shape[0] != rows + 1:
         _fail("length of query_start_loc", call.query_start_loc.shape[0], f"{rows} + 1, as seq_lens")
@@ -131,16 +135,37 @@ def _expected_tensors(call: AttentionCall, dims: KVCacheDims) -> Iterator[Expect
     """Name, shape and allowed types of each tensor argument but the query, the cache and its scales."""
     _, heads, head_size = call.query.shape
     model = (call.query.dtype,)
-    quantised = call.output_scale is not None or call.output_block_scale is not None
     yield "key", ("T", dims.num_kv_heads, head_size), model
     yield "value", ("T", dims.num_kv_heads, head_size), model
-    yield "output", ("T", heads, head_size), (call.output.dtype,) if quantised else model
+    yield "output", ("T", heads, head_size), _QUANTIZED if _is_quantized(call) else model
     yield "query_start_loc", ("R+1",), (torch.int32,)
     yield "seq_lens", ("R",), (torch.int32,)
     yield "block_table", (call.seq_lens.shape[0], "W"), (torch.int32,)
     yield "lse", ("T", heads), (torch.float32,)
     yield "alibi_slopes", (heads,), (torch.float32,)
     yield "sinks", (heads,), (torch.float32, *model)
+    yield "q_scale", (1,), (torch.float32,)
+    yield "output_scale", (1,), (torch.float32,)
+    yield "output_block_scale", ("T", "groups"), (torch.float32,)
+
+
+def _is_quantized(call: AttentionCall) -> bool:
+    return call.output_scale is not None or call.output_block_scale is not None
+
+
+def _check_output_scales(call: AttentionCall) -> None:
+    if call.output_block_scale is None:
+        return
+    if call.output_scale is not None:
+        _fail("output_scale and output_block_scale", "both given", "one of the two")
+    _, heads, head_size = call.query.shape
+    groups = call.output_block_scale.shape[1]
+    if groups == 0 or heads * head_size % groups:
+        _fail(
+            "groups of output_block_scale",
+            groups,
+            f"a divisor of the {heads * head_size} elements of a token",
+        )
 
 
 def check_attention_tokens(call: AttentionCall) -> None:
@@ -151,6 +176,7 @@ def check_attention_tokens(call: AttentionCall) -> None:
         ("key", call.key),
         ("value", call.value),
         ("lse", call.lse),
+        ("output_block_scale", call.output_block_scale),
     ):
         if x is not None and x.shape[0] != tokens:
             _fail(f"rows of {what}", x.shape[0], f"{tokens}, as query")

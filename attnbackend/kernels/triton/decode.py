@@ -1,7 +1,7 @@
 """Paged attention for batches where each row has at most one token: keys split over programs.
 
 Each program takes one row, one kv head and one split of the row's keys. With more than one
-split it writes a partial result in float32, and a second kernel merges those. How many splits
+split it writes its softmax state in float32, and a second kernel merges those. How many splits
 there are depends on shapes alone; where they lie follows the real lengths, in the kernel.
 
 Legend: T tokens, R rows (requests), H query heads, Hk kv heads, D and Dv head sizes, B cache
@@ -20,12 +20,13 @@ from .config import TileConfig, heads_per_tile, pieces_per_kv_head, tile_config
 from .launch import Launch, prepare
 from .splits import MIN_SPLIT_KEYS, decode_num_splits, decode_workspace_size, processor_count
 from .tile import (
-    LN_2,
     attend,
+    divide,
     head_scale,
     load_query,
     natural_lse,
     normalise,
+    power,
     start_state,
     store_rows,
 )
@@ -126,6 +127,7 @@ def decode_kernel(
     MIN_KEYS: tl.constexpr,
 ) -> None:
     HAS_ALIBI: tl.constexpr = alibi_ptr is not None
+    PRECISE: tl.constexpr = DOT == tl.float32
     kv_head = tl.program_id(0) // PIECES
     split = tl.program_id(1)
     row = tl.program_id(2)
@@ -161,7 +163,7 @@ def decode_kernel(
 
     token64 = q_begin.to(tl.int64)
     q = load_query(q_ptr, token64 * q_token + head64 * q_head, keep, D, D_PAD, Q_FMT, DOT)
-    row_max, row_sum = start_state(sink_ptr, head, keep_sink, SINK_FMT)
+    row_max, row_sum = start_state(sink_ptr, head, keep_sink, SINK_FMT, PRECISE)
     acc = tl.zeros([M, DV_PAD], tl.float32)
     slope = row_max
     if HAS_ALIBI:
@@ -184,19 +186,21 @@ def decode_kernel(
         True, False, False, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
         K_FMT, V_FMT, DOT,
     )  # fmt: skip
-    rows = normalise(acc, row_sum) * head_scale(v_scale_ptr, kv_head, v_scale_head)
-    lse = natural_lse(row_max, row_sum)
+    value_scale = head_scale(v_scale_ptr, kv_head, v_scale_head)
     if partial_ptr is None:
+        rows = normalise(acc, row_sum, PRECISE) * value_scale
         offsets = token64 * out_token + head64 * out_head
         store_rows(out_ptr, offsets, rows, keep, DV, DV_PAD, OUT_FMT)
         if lse_ptr is not None:
+            lse = natural_lse(row_max, row_sum, PRECISE)
             tl.store(lse_ptr + token64 * lse_token + head64 * lse_head, lse, mask=keep)
     else:
         num_heads = tl.num_programs(0) // PIECES * GROUP
         part = (row.to(tl.int64) * num_heads + head64) * num_splits + split
-        store_rows(partial_ptr, part * DV, rows, keep, DV, DV_PAD, "native")
-        lse_part = partial_ptr + num_rows.to(tl.int64) * num_heads * num_splits * DV + part
-        tl.store(lse_part, lse, mask=keep)
+        store_rows(partial_ptr, part * DV, acc * value_scale, keep, DV, DV_PAD, "native")
+        parts = num_rows.to(tl.int64) * num_heads * num_splits
+        tl.store(partial_ptr + parts * DV + part, row_max, mask=keep)
+        tl.store(partial_ptr + parts * (DV + 1) + part, row_sum, mask=keep)
 
 
 @triton.jit(
@@ -224,6 +228,7 @@ def merge_splits_kernel(
     N: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     STEP: tl.constexpr,
+    PRECISE: tl.constexpr,
 ) -> None:
     head = tl.program_id(0)
     row = tl.program_id(1)
@@ -246,29 +251,31 @@ def merge_splits_kernel(
     size = split_size(num_keys, num_splits, MIN_KEYS, N)
     used = tl.maximum((num_keys + size - 1) // size, 1)
     first_part = (row.to(tl.int64) * num_heads + head) * num_splits
-    lse_ptr_parts = partial_ptr + num_rows.to(tl.int64) * num_heads * num_splits * DV + first_part
+    parts = num_rows.to(tl.int64) * num_heads * num_splits
+    max_parts = partial_ptr + parts * DV + first_part
     top = float("-inf")
     for first in range(0, used, STEP):
         split = first + tl.arange(0, STEP)
-        lse = tl.load(lse_ptr_parts + split, mask=split < used, other=float("-inf"))
-        top = tl.maximum(top, tl.max(lse, 0))
+        part_max = tl.load(max_parts + split, mask=split < used, other=float("-inf"))
+        top = tl.maximum(top, tl.max(part_max, 0))
     pivot = tl.where(top == float("-inf"), 0.0, top)
     total = 0.0
     acc = tl.zeros([DV_PAD], tl.float32)
     for first in range(0, used, STEP):
         split = first + tl.arange(0, STEP)
-        lse = tl.load(lse_ptr_parts + split, mask=split < used, other=float("-inf"))
-        weight = tl.exp(lse - pivot)
+        part_max = tl.load(max_parts + split, mask=split < used, other=float("-inf"))
+        part_sum = tl.load(max_parts + parts + split, mask=split < used, other=0.0)
+        shrink = power(part_max - pivot, PRECISE)
         ptrs = partial_ptr + (first_part + split)[:, None] * DV + columns[None, :]
         part = tl.load(ptrs, mask=(split < used)[:, None] & inside[None, :], other=0.0)
-        acc += tl.sum(part * weight[:, None], 0)
-        total += tl.sum(weight, 0)
-    divisor = tl.where(total == 0.0, 1.0, total)
-    merged = encode(acc / divisor, out_ptr.dtype.element_ty, OUT_FMT)
+        acc += tl.sum(part * shrink[:, None], 0)
+        total += tl.sum(part_sum * shrink, 0)
+    divisor = tl.broadcast_to(tl.where(total == 0.0, 1.0, total), acc.shape)
+    merged = encode(divide(acc, divisor, PRECISE), out_ptr.dtype.element_ty, OUT_FMT)
     token64 = q_begin.to(tl.int64)
     tl.store(out_ptr + token64 * out_token + columns, merged, mask=inside)
     if lse_ptr is not None:
-        lse = tl.where(total == 0.0, float("-inf"), pivot + tl.log2(divisor) * LN_2)
+        lse = natural_lse(top, total, PRECISE)
         tl.store(lse_ptr + token64 * lse_token + head * lse_head, lse)
 
 
@@ -365,5 +372,5 @@ def _launch_merge(launch: Launch, tile: TileConfig, num_splits: int, partial: to
         partial, out, lse, starts, seq_lens, *out_strides, window,
         launch.tokens, launch.rows, num_splits, constants["HAS_WINDOW"], constants["OUT_FMT"],
         launch.value_size, constants["DV_PAD"], tile.block_n, MIN_SPLIT_KEYS, MERGE_STEP,
-        num_warps=2,
+        launch.plan.product == torch.float32, num_warps=2,
     )  # fmt: skip

@@ -17,7 +17,6 @@ import triton.language as tl
 from .config import TileConfig, batch_kind, heads_per_tile, pieces_per_kv_head, tile_config
 from .launch import prepare
 from .tile import (
-    LOG2_E,  # noqa: F401
     attend,
     head_scale,
     load_query,
@@ -145,6 +144,7 @@ def paged_attention_kernel(
     PIECES: tl.constexpr,
 ) -> None:
     HAS_ALIBI: tl.constexpr = alibi_ptr is not None
+    PRECISE: tl.constexpr = DOT == tl.float32
     Q: tl.constexpr = M // HEADS
     # The last tile of a causal prefill sees the most keys: it starts first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -172,7 +172,7 @@ def paged_attention_kernel(
     position = context + token
 
     q = load_query(q_ptr, token64 * q_token + head64 * q_head, keep, D, D_PAD, Q_FMT, DOT)
-    row_max, row_sum = start_state(sink_ptr, head, keep_sink, SINK_FMT)
+    row_max, row_sum = start_state(sink_ptr, head, keep_sink, SINK_FMT, PRECISE)
     acc = tl.zeros([M, DV_PAD], tl.float32)
     slope = row_max
     if HAS_ALIBI:
@@ -210,11 +210,11 @@ def paged_attention_kernel(
         K_FMT, V_FMT, DOT,
     )  # fmt: skip
 
-    rows = normalise(acc, row_sum) * head_scale(v_scale_ptr, kv_head, v_scale_head)
+    rows = normalise(acc, row_sum, PRECISE) * head_scale(v_scale_ptr, kv_head, v_scale_head)
     store_rows(out_ptr, token64 * out_token + head64 * out_head, rows, keep, DV, DV_PAD, OUT_FMT)
     if lse_ptr is not None:
         lse_offsets = token64 * lse_token + head64 * lse_head
-        tl.store(lse_ptr + lse_offsets, natural_lse(row_max, row_sum), mask=keep)
+        tl.store(lse_ptr + lse_offsets, natural_lse(row_max, row_sum, PRECISE), mask=keep)
 
 
 def paged_attention(

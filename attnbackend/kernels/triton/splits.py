@@ -31,10 +31,14 @@ def decode_num_splits(num_programs: int, max_keys: int, num_processors: int) -> 
 def decode_workspace_size(
     num_rows: int, num_heads: int, value_head_size: int, num_splits: int
 ) -> int:
-    """float32 elements that `paged_decode_attention` needs in `workspace` (0 for one split)."""
+    """float32 elements that `paged_decode_attention` needs in `workspace` (0 for one split).
+
+    Of each split: the weighted sum of values, the greatest score and the sum of weights. (A
+    log-sum-exp in their place, rounded to float32, would cost float32 results their last bits.)
+    """
     if num_splits == 1:
         return 0
-    return num_rows * num_heads * num_splits * (value_head_size + 1)
+    return num_rows * num_heads * num_splits * (value_head_size + 2)
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,13 @@
 """The loop that all attention kernels share: one tile of queries over a range of keys.
 
-Softmax runs in base 2 (the hardware's exponential), online: `acc` [M, DV] is the weighted sum
-of values, `row_max` [M] the greatest score so far, `row_sum` [M] the sum of 2^(score - row_max).
+Softmax is online: `acc` [M, DV] is the weighted sum of values, `row_max` [M] the greatest score
+so far, `row_sum` [M] the sum of base^(score - row_max). The base is 2, the hardware's own, where
+the matrix products are of 16 bits.
+
+PRECISE kernels, those of float32 products, owe what plain PyTorch gives in float32 and more. A
+product over the head size that is summed term by term in float32 loses up to 4 times as much, so
+theirs is summed in float64. Their base is e: scaling scores by log2(e) is one more rounding.
+Divisions are correctly rounded, where the hardware's are 2 ulp off.
 
 Legend: M rows of a tile (query tokens x heads), N keys of a step, D and DV head sizes of K and
 V, padded to powers of two in D_PAD and DV_PAD.
@@ -19,42 +25,75 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def tanh(x: tl.tensor) -> tl.tensor:
-    """Hyperbolic tangent to 3 ulp of float32: the interpreter has no libdevice.
+def power(x: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
+    """The softmax's base to the power of x."""
+    if PRECISE:
+        result = tl.exp(x)
+    else:
+        result = tl.exp2(x)
+    return result
 
-    Below 0.625 an odd polynomial, a Chebyshev least-squares fit of (tanh(x)/x - 1)/x^2 in x^2;
-    1 - 2/(e^2x + 1) would cancel there.
+
+@triton.jit
+def divide(x: tl.tensor, y: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
+    """x / y."""
+    if PRECISE:
+        result = tl.div_rn(x, y)
+    else:
+        result = x / y
+    return result
+
+
+@triton.jit
+def soft_capped(
+    score: tl.tensor, x: tl.tensor, soft_cap: tl.tensor, PRECISE: tl.constexpr
+) -> tl.tensor:
+    """soft_cap * tanh(x) where score = soft_cap * x: both in the unit of the scores.
+
+    Below 0.625 tanh(x) = x + x^3 p(x^2), p a Chebyshev least-squares fit of (tanh(x)/x - 1)/x^2;
+    1 - 2/(e^2x + 1) would cancel there. A small score's cap is the score and a correction to it:
+    divided by the cap and multiplied by it again, it would be rounded twice more.
     """
-    size = tl.abs(x)
     z = x * x
     poly = -0.006104961037635803 * z + 0.02100365236401558
     poly = poly * z - 0.05385250225663185
     poly = poly * z + 0.13332782685756683
     poly = poly * z - 0.333333283662796
-    large = 1.0 - 2.0 / (tl.exp2(size * (2.0 * LOG2_E)) + 1.0)
-    return tl.where(size < 0.625, x + x * z * poly, tl.where(x < 0, -large, large))
+    small = score + score * (z * poly)
+    twice = tl.zeros(x.shape, tl.float32) + 2.0 * soft_cap
+    large = soft_cap - divide(twice, tl.exp(2.0 * tl.abs(x)) + 1.0, PRECISE)
+    return tl.where(z < 0.390625, small, tl.where(x < 0, -large, large))
 
 
 @triton.jit
 def start_state(
-    sink_ptr: tl.tensor, heads: tl.tensor, keep: tl.tensor, SINK_FMT: tl.constexpr
+    sink_ptr: tl.tensor,
+    heads: tl.tensor,
+    keep: tl.tensor,
+    SINK_FMT: tl.constexpr,
+    PRECISE: tl.constexpr,
 ) -> tl.tensor:
     """Softmax state before any key: (row_max, row_sum), counting the sink where there is one."""
     if sink_ptr is None:
         row_max = tl.full(keep.shape, float("-inf"), tl.float32)
         row_sum = tl.full(keep.shape, 0.0, tl.float32)
     else:
+        UNIT: tl.constexpr = 1.0 if PRECISE else LOG2_E
         sink = decode(tl.load(sink_ptr + heads, mask=keep, other=0.0), SINK_FMT).to(tl.float32)
-        row_max = tl.where(keep, sink * LOG2_E, float("-inf"))
+        row_max = tl.where(keep, sink * UNIT, float("-inf"))
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     return row_max, row_sum
 
 
 @triton.jit
-def natural_lse(row_max: tl.tensor, row_sum: tl.tensor) -> tl.tensor:
+def natural_lse(row_max: tl.tensor, row_sum: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
     """Natural log-sum-exp of a state, -inf for an empty one."""
-    log2_sum = tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))
-    return tl.where(row_sum == 0.0, float("-inf"), (row_max + log2_sum) * LN_2)
+    total = tl.where(row_sum == 0.0, 1.0, row_sum)
+    if PRECISE:
+        lse = row_max + tl.log(total)
+    else:
+        lse = (row_max + tl.log2(total)) * LN_2
+    return tl.where(row_sum == 0.0, float("-inf"), lse)
 
 
 @triton.jit
@@ -112,16 +151,44 @@ def scores(
     slope: tl.tensor,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    PRECISE: tl.constexpr,
 ) -> tl.tensor:
-    """Base-2 scores of q.k products [M, N]: scale, then soft-cap, then alibi."""
+    """Scores of q.k products [M, N], as exponents: scale, then soft-cap, then alibi."""
+    UNIT: tl.constexpr = 1.0 if PRECISE else LOG2_E
+    result = product * (scale * UNIT)
     if HAS_CAP:
-        result = tanh(product * (scale / soft_cap)) * (soft_cap * LOG2_E)
-    else:
-        result = product * (scale * LOG2_E)
+        result = soft_capped(result, product * (scale / soft_cap), soft_cap * UNIT, PRECISE)
     if HAS_ALIBI:
         distance = (key[None, :] - position[:, None]).to(tl.float32)
-        result += (slope * LOG2_E)[:, None] * distance
+        result += (slope * UNIT)[:, None] * distance
     return result
+
+
+@triton.jit
+def query_key_product(q: tl.tensor, k: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
+    """[M, N] float32 products of rows [M, D] and [N, D]."""
+    if PRECISE:
+        q64 = q.to(tl.float64)
+        k64 = tl.trans(k.to(tl.float64))
+        product = tl.dot(q64, k64, out_dtype=tl.float64).to(tl.float32)
+    else:
+        product = tl.dot(q, tl.trans(k))
+    return product
+
+
+@triton.jit
+def add_values(
+    acc: tl.tensor, shrink: tl.tensor, weight: tl.tensor, v: tl.tensor, PRECISE: tl.constexpr
+) -> tl.tensor:
+    """acc * shrink + weight v."""
+    if PRECISE:
+        # The sum of a step apart, for fewer roundings in a row. An addition in place of the fma
+        # would be folded into the product's accumulator.
+        step = tl.dot(weight, v, input_precision="ieee")
+        acc = tl.fma(acc, tl.broadcast_to(shrink[:, None], acc.shape), step)
+    else:
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+    return acc
 
 
 @triton.jit
@@ -185,6 +252,7 @@ def attend(
     others must lie where every row of the tile sees every key. `k_ptr` and `v_ptr` point at
     the tile's kv head.
     """
+    PRECISE: tl.constexpr = DOT == tl.float32
     steps = tl.arange(0, N)
     # Block ids are read one step ahead. Read in the same step they would be a second level of
     # indirection, which halves the tiles of K and V that the compiler keeps in flight.
@@ -196,23 +264,18 @@ def attend(
         page = find_pages(table_ptr, begin + N, end_key, S, N)
         slot = (key % S).to(tl.int64)
         k = load_rows(k_ptr, block * k_block + slot * k_slot, keep, D, D_PAD, MASKED)
-        product = tl.dot(q, tl.trans(decode(k, K_FMT).to(DOT)), input_precision="ieee")
-        score = scores(product, position, key, scale, soft_cap, slope, HAS_CAP, HAS_ALIBI)
+        product = query_key_product(q, decode(k, K_FMT).to(DOT), PRECISE)
+        score = scores(product, position, key, scale, soft_cap, slope, HAS_CAP, HAS_ALIBI, PRECISE)
         if MASKED:
             mask = visible(position, key, keep, window, CAUSAL, HAS_WINDOW)
             score = tl.where(mask, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1))
         # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0.
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-        weight = tl.exp2(score - pivot[:, None])
-        shrink = tl.exp2(row_max - pivot)
+        weight = power(score - pivot[:, None], PRECISE)
+        shrink = power(row_max - pivot, PRECISE)
         v = load_rows(v_ptr, block * v_block + slot * v_slot, keep, DV, DV_PAD, MASKED)
-        acc = tl.dot(
-            weight.to(DOT),
-            decode(v, V_FMT).to(DOT),
-            acc * shrink[:, None],
-            input_precision="ieee",
-        )
+        acc = add_values(acc, shrink, weight, decode(v, V_FMT).to(DOT), PRECISE)
         row_sum = row_sum * shrink + tl.sum(weight, 1)
         row_max = new_max
     return acc, row_max, row_sum
@@ -250,6 +313,7 @@ def store_rows(
 
 
 @triton.jit
-def normalise(acc: tl.tensor, row_sum: tl.tensor) -> tl.tensor:
+def normalise(acc: tl.tensor, row_sum: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
     """Weighted mean of the values; zeros for a row that saw no key."""
-    return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
+    return divide(acc, tl.broadcast_to(divisor[:, None], acc.shape), PRECISE)
