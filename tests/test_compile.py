@@ -96,7 +96,7 @@ def test_generated_code_allocates_nothing_of_a_cache_s_size() -> None:
 )
 @pytest.mark.parametrize("dtype", ["float32", "bytes_as_fp8"])
 def test_a_cache_that_is_a_view_is_written_in_place(view, dtype: str) -> None:  # type: ignore[no-untyped-def]
-    """One buffer holds two layers (case B21): the graph must not copy it."""
+    """One buffer holds two layers: the graph must not copy it (pytorch #131192)."""
     fp8 = dtype != "float32"
     base = torch.zeros(2, 4, 2, 16, 2, 32, dtype=torch.uint8 if fp8 else torch.float32)
     if view(base).dim() == 6:
