@@ -20,6 +20,7 @@ __all__ = [
     "compiled_call",
     "compiler_backend",
     "inductor_graph_pass",
+    "no_duck_shapes",
     "outside_fake_mode",
     "register_namedtuple",
     "reset_compiler",
@@ -93,12 +94,13 @@ def reset_compiler() -> None:
     torch._dynamo.reset()
 
 
-def with_own_code(function: types.FunctionType) -> types.FunctionType:
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function with a code object of its own.
 
     Dynamo keeps what it compiled with the code object, and counts recompilations there: functions of equal
     text would share the limit.
     """
+    assert isinstance(function, types.FunctionType)
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
@@ -115,3 +117,10 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Calls ``call`` whenever the module is called; copies and pickles of the module leave it out."""
     module._compiled_call_impl = call
+
+
+def no_duck_shapes() -> AbstractContextManager[object]:
+    """Sizes that happen to be equal while compiling are not taken to be equal always."""
+    import torch.fx.experimental._config as config
+
+    return config.patch(use_duck_shape=False)  # type: ignore[attr-defined]

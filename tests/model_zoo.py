@@ -1,4 +1,4 @@
-"""Small random models of many architectures whose attention features decide their logits, and exact logits of them.
+"""Small random models whose attention features decide their logits, and exact logits of them.
 
 Shape legend: L tokens, V vocabulary.
 """
@@ -39,7 +39,9 @@ ZOO = {
     "llama": Architecture("Llama", {}),
     "qwen2": Architecture("Qwen2", _ONE_KV_HEAD, ("head_dim",)),
     "qwen2_window": Architecture(
-        "Qwen2", _ONE_KV_HEAD | {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW}, ("head_dim",)
+        "Qwen2",
+        _ONE_KV_HEAD | {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
+        ("head_dim",),
     ),
     "qwen3": Architecture("Qwen3", {"head_dim": 64}),
     "mistral_window": Architecture("Mistral", {"sliding_window": WINDOW}),
@@ -119,8 +121,12 @@ class _AlwaysDouble(TorchFunctionMode):
     """Models compute norms and softmax in float32 whatever their own type: here in float64."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # fmt: skip
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         def widen(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value
 
@@ -129,7 +135,7 @@ class _AlwaysDouble(TorchFunctionMode):
 
 
 class _Float32Rotary(nn.Module):
-    """The angles of a float32 model: their rounding is no concern of attention, and must not set its tolerance."""
+    """The angles of a float32 model: their rounding is not attention's and must not set its tolerance."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -81,3 +81,44 @@ def test_a_changed_cache_key_keeps_an_old_artefact_from_being_served(tmp_path) -
 
     assert run("", "1") == 0.0, "an undeclared write is dropped by the compiler"
     assert run("c", "2") == 4.0
+
+
+def test_functions_with_their_own_code_do_not_share_a_recompile_limit() -> None:
+    def add(x: torch.Tensor, n: int) -> torch.Tensor:
+        return x + n
+
+    torch._dynamo.reset()
+    one, other = (torch.compile(compat.with_own_code(add), backend="eager", dynamic=False) for _ in range(2))
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        assert [int(f(torch.ones(()), 1)) for f in (one, other)] == [2, 2]
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            one(torch.ones(()), 2)
+    torch._dynamo.reset()
+
+
+def test_a_module_s_call_can_be_replaced_and_given_back() -> None:
+    import copy
+
+    module = torch.nn.Linear(2, 2)
+    x = torch.ones(2)
+    compat.set_compiled_call(module, lambda x: compat.run_module(module, x) + 1)
+    assert torch.equal(module(x), module.forward(x) + 1)
+    assert compat.compiled_call(copy.deepcopy(module)) is None
+    compat.set_compiled_call(module, None)
+    assert torch.equal(module(x), module.forward(x))
+
+
+def test_sizes_that_are_equal_by_chance_stay_apart_without_duck_shapes() -> None:
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, y: x.sum() + y.sum(), backend=count, dynamic=True)
+    with compat.no_duck_shapes():
+        compiled(torch.ones(3), torch.ones(3))
+    compiled(torch.ones(3), torch.ones(4))
+    assert len(graphs) == 1
+    torch._dynamo.reset()

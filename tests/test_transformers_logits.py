@@ -1,8 +1,8 @@
 """Logits of served models against transformers' own eager attention, under the relative error rule.
 
-One run serves prompts so that whole prefills, prefills in chunks, decodes and mixed batches all occur. The rule
-compares with the same model in float64; the yardstick is its eager attention in float32. Mutants show that each
-feature decides the logits.
+One run serves prompts so that whole prefills, prefills in chunks, decodes and mixed batches all occur. The
+rule compares with the same model in float64; the yardstick is its eager attention in float32. Mutants show
+that each feature decides the logits.
 
 Shape legend: L tokens of a sequence, V vocabulary.
 """
@@ -119,7 +119,9 @@ def _kind(batch: PreparedBatch, row: int) -> str:
         return "mixed"
     if batch.is_pure_decode:
         return "decode"
-    return "whole prefill" if batch.max_seq_len == batch.num_tokens < MAX_TOKENS_A_STEP else "prefill in chunks"
+    return (
+        "whole prefill" if batch.max_seq_len == batch.num_tokens < MAX_TOKENS_A_STEP else "prefill in chunks"
+    )
 
 
 def judge(served: Served, reference: EagerReference) -> dict[str, RuleReport]:
@@ -174,7 +176,9 @@ MUTANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_rule_notices_a_feature_that_is_ignored_or_off(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rule_notices_a_feature_that_is_ignored_or_off(
+    mutant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, changed = MUTANTS[mutant]
     model, reference = model_and_reference(name)
     original = integration.write_and_attend
@@ -186,7 +190,11 @@ def test_the_rule_notices_a_feature_that_is_ignored_or_off(mutant: str, monkeypa
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("llama", "gemma2", "gpt_oss") else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
+    "name",
+    [
+        name if name in ("llama", "gemma2", "gpt_oss") else pytest.param(name, marks=pytest.mark.slow)
+        for name in ZOO
+    ],
 )
 def test_compiled_models_give_the_same_logits(
     name: str, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None

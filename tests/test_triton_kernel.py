@@ -17,7 +17,8 @@ import torch
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 from attnbackend.kernels.triton import (  # noqa: E402
     cache_write,
@@ -35,6 +36,7 @@ from attnbackend.kernels.triton.config import (  # noqa: E402
     tile_config,
     tile_heads,
 )
+from attnbackend.kernels.triton.tile import soft_capped  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
@@ -356,6 +358,58 @@ def test_strided_query_output_and_lse() -> None:
     assert_close(out, exact_out, plain_out, F16)
     assert_close(lse, exact_lse, plain_lse, F32)
     assert wide[..., dim:].isnan().all()
+
+
+# --- accuracy of float32 -----------------------------------------------------------------
+
+
+@triton.jit
+def soft_cap_kernel(
+    x_ptr: tl.tensor, out_ptr: tl.tensor, soft_cap: tl.tensor, PRECISE: tl.constexpr
+) -> None:
+    score = tl.load(x_ptr + tl.arange(0, 1024))
+    tl.store(out_ptr + tl.arange(0, 1024), soft_capped(score, score / soft_cap, soft_cap, PRECISE))
+
+
+@pytest.mark.parametrize("precise", [True, False], ids=["precise", "fast"])
+@pytest.mark.parametrize("soft_cap", [1.0, 30.0, 50.0])
+def test_soft_cap_is_right_to_a_few_ulp_at_every_size(soft_cap: float, precise: bool) -> None:
+    sizes = torch.cat([torch.logspace(-30, 2, 500, 10.0), torch.linspace(0.5, 0.75, 10), zeros(2).cpu()])
+    sizes = (sizes * soft_cap).to(DEVICE)
+    score = torch.cat([sizes, -sizes])
+    out = torch.full_like(score, NAN)
+    soft_cap_kernel[(1,)](score, out, soft_cap, precise)
+    exact = soft_cap * torch.tanh(score.double() / soft_cap)
+    error = ((out - exact).abs() / exact.abs().clamp_min(1e-37)).max().item()
+    assert error <= 4 * 2**-24 * (1 if precise else 2)
+
+
+HARD = {
+    "scores of 8": ([(1, 70)] * 4, {"heads": 2, "kv_heads": 1, "dim": 64}, Options(1.0)),
+    "capped scores of 5": ([(1, 70)] * 4, {"dim": 64}, Options(0.6, logits_soft_cap=50.0)),
+    "saturated cap": ([(1, 70)] * 4, {"dim": 64}, Options(0.6, logits_soft_cap=4.0)),
+    "head size 256": ([(1, 70)] * 2, {"dim": 256}, Options(0.0625)),
+    "a few keys": ([(1, n) for n in (1, 5, 3, 3, 4)], {"heads": 1, "kv_heads": 1}, Options()),
+}
+
+
+@pytest.mark.parametrize("seed", range(8 if CUDA else 2))
+@pytest.mark.parametrize("kernel", [paged_attention, paged_decode_attention])
+@pytest.mark.parametrize("name", HARD)
+def test_float32_holds_the_rule_where_errors_add_up(kernel: Any, name: str, seed: int) -> None:
+    rows, shape, options = HARD[name]
+    check(kernel, make_batch(rows, dtype=F32, seed=seed, **shape), options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="long for the interpreter")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("splits", [1, 9])
+def test_float32_holds_the_rule_over_thousands_of_keys(splits: int, seed: int) -> None:
+    batch = make_batch([(1, 4000), (1, 2500)], dtype=F32, dim=128, seed=seed)
+    check(paged_decode_attention, batch, Options(128**-0.5), num_splits=splits)
+    batch = make_batch([(70, 3000)], dtype=F32, dim=128, seed=seed)
+    check(paged_attention, batch, Options(128**-0.5))
 
 
 # --- rows that see nothing ---------------------------------------------------------------
@@ -723,6 +777,12 @@ def test_merge_of_two_halves_is_attention_over_all_keys() -> None:
 
 # --- what is refused ---------------------------------------------------------------------
 
+SPLITS_OF: dict[Any, dict[str, int]] = {paged_decode_attention: {"num_splits": 2}}
+
+
+def zeros(*shape: int, dtype: torch.dtype = F16) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, device=DEVICE)
+
 
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -745,36 +805,91 @@ def test_an_option_out_of_range_is_refused(change: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("query", torch.zeros(11, 4, 32, dtype=torch.float64), "query.dtype is torch.float64"),
-        ("query", torch.zeros(11, 3, 32, dtype=F16), "query heads is 3"),
-        ("query", torch.zeros(11, 4, 36, dtype=F16)[..., :36], "head size"),
-        ("key_cache", torch.zeros(3, 8, 2, 32, dtype=F16), "value_cache.shape"),
-        ("seq_lens", torch.zeros(6, dtype=torch.int64), r"seq_lens\.dtype is torch\.int64"),
-        ("query_start_loc", torch.zeros(6, dtype=torch.int32), "query_start_loc is 6"),
-        ("block_table", torch.zeros(5, 3, dtype=torch.int32), "rows of block_table is 5"),
-        ("block_table", torch.zeros(6, 6, dtype=torch.int32)[:, ::2], "last stride of block_table"),
-        ("query_start_loc", torch.zeros(7, 1, dtype=torch.int32), "query_start_loc.shape"),
-        ("query", torch.zeros(11, 4, 64, dtype=F16)[..., ::2], "last stride of query is 2"),
+        ("query", zeros(11, 4, 32, dtype=torch.float64), "query.dtype is torch.float64"),
+        ("query", zeros(11, 3, 32), "query heads is 3"),
+        ("query", zeros(11, 4, 36)[..., :36], "head size"),
+        ("key_cache", zeros(3, 8, 2, 32), "value_cache.shape"),
+        ("seq_lens", zeros(6, dtype=torch.int64), r"seq_lens\.dtype is torch\.int64"),
+        ("query_start_loc", zeros(6, dtype=torch.int32), "query_start_loc is 6"),
+        ("block_table", zeros(5, 3, dtype=torch.int32), "rows of block_table is 5"),
+        ("block_table", zeros(6, 6, dtype=torch.int32)[:, ::2], "last stride of block_table is 2"),
+        ("query_start_loc", zeros(7, 1, dtype=torch.int32), "query_start_loc.shape"),
+        ("query", zeros(11, 4, 64)[..., ::2], "last stride of query is 2"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(name: str, value: torch.Tensor, message: str) -> None:
     batch = make_batch(MIXED)
-    setattr(batch, name, value.to(DEVICE))
+    setattr(batch, name, value)
     with pytest.raises(ValueError, match=message):
-        paged_attention(*batch.tensors(torch.zeros(11, 4, 32, dtype=F16)), scale=1.0)
+        paged_attention(*batch.tensors(zeros(11, 4, 32)), scale=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["key_cache", "query_start_loc", "seq_lens", "block_table"])
+def test_a_tensor_on_another_device_is_refused_by_name(name: str) -> None:
+    batch = make_batch(DECODE)
+    setattr(batch, name, getattr(batch, name).cpu())
+    for kernel in (paged_attention, paged_decode_attention):
+        with pytest.raises(ValueError, match=f"device of {name} is cpu; allowed: cuda:0"):
+            run(kernel, batch, Options())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks", "k_scale", "lse", "workspace"])
+def test_an_optional_tensor_on_another_device_is_refused_by_name(name: str) -> None:
+    batch = make_batch(DECODE)
+    output = torch.empty_like(batch.query)
+    sizes = {"k_scale": (1,), "lse": batch.query.shape[:2], "workspace": (9999,)}
+    given = {"num_splits": 2, name: torch.zeros(sizes.get(name, (4,)))}
+    with pytest.raises(ValueError, match=f"device of {name} is cpu"):
+        paged_decode_attention(*batch.tensors(output), scale=1.0, **given)
+
+
+@pytest.mark.gpu
+def test_writers_and_merges_refuse_another_device_by_name() -> None:
+    new, cache = torch.zeros(3, 2, 32), torch.zeros(2, 16, 2, 32, device=DEVICE)
+    slots = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="device of slot_mapping is cpu"):
+        cache_write(new.to(DEVICE), new.to(DEVICE), cache, cache, slots)
+    with pytest.raises(ValueError, match="device is cpu"):
+        cache_write(new, new, cache, cache, slots)
+    state, lse = torch.zeros(2, 3, 8, device=DEVICE), torch.zeros(2, 3, device=DEVICE)
+    with pytest.raises(ValueError, match="device of lse_b is cpu"):
+        merge_attention_states(state, lse, state, lse.cpu(), state, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("kernel", [paged_attention, paged_decode_attention])
+def test_a_launch_follows_its_tensors_to_a_device_that_is_not_current(kernel: Any) -> None:
+    batch = make_batch(DECODE)
+    right, _ = run(kernel, batch, Options(), **SPLITS_OF.get(kernel, {}))
+    there = tuple(x.to("cuda:1") for x in batch.tensors(poison(tuple(right.shape), F16)))
+    kernel(*there, scale=Options().scale, **SPLITS_OF.get(kernel, {}))
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(there[3].cpu(), right.cpu())
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
         ({"num_splits": 0}, "num_splits is 0"),
-        ({"num_splits": 2, "workspace": torch.zeros(10)}, "workspace is .* 544 elements"),
-        ({"num_splits": 2, "workspace": torch.zeros(9999, dtype=F16)}, "workspace"),
+        ({"num_splits": 2, "workspace": zeros(10, dtype=F32)}, "workspace is .* 544 elements"),
+        ({"num_splits": 2, "workspace": zeros(9999)}, "workspace"),
     ],
 )
 def test_splits_that_do_not_fit_are_refused(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(paged_decode_attention, make_batch([(1, 2), (1, 2)]), Options(), **extra)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_a_row_of_two_tokens_in_a_decode_batch_does_not_pass_for_one(num_splits: int) -> None:
+    batch = make_batch([(2, 20), (0, 0), (1, 9)])
+    out, lse = run(paged_decode_attention, batch, Options(), num_splits=num_splits)
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert not out[2].isnan().any()
 
 
 def test_more_tokens_than_rows_is_not_a_decode_batch() -> None:
@@ -832,8 +947,6 @@ def test_tiles_are_powers_of_two_that_hold_the_group(kind: Any, dtype: torch.dty
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="the interpreter compiles nothing")
 def test_lengths_do_not_compile_anew() -> None:
-    import triton
-
     compiled: list[str] = []
     before = triton.knobs.runtime.jit_post_compile_hook
     for tokens, length in ((17, 33), (32, 48), (33, 160), (48, 161), (64, 75)):

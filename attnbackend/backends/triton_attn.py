@@ -14,7 +14,7 @@ from attnbackend.metadata import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from attnbackend.types import LSEBase, MultipleOf
+from attnbackend.types import AttentionCGSupport, LSEBase, MultipleOf
 
 __all__ = [
     "TritonAttentionBackend",
@@ -27,10 +27,19 @@ __all__ = [
 @dataclass(frozen=True, kw_only=True)
 class TritonMetadata(AttentionMetadata):
     is_decode: bool
-    """No request brings more than one token, so the split-KV kernel serves."""
+    """No request brings more than one token, in a graph at no replay: the split-KV kernel serves."""
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
+    """A plan that only chooses the kernel, from the bound of the query lengths.
+
+    Both kernels read lengths on the device and launch grids that depend on shapes alone, so a graph
+    of either replays any batch that its bound allows. For a capture, `max_query_len` must therefore
+    bound every batch that will be replayed: 1 for a graph of decode steps only, more for any other.
+    """
+
+    cudagraph_support = AttentionCGSupport.ALWAYS
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TritonMetadata:  # fmt: skip
@@ -47,9 +56,9 @@ class TritonAttentionImpl(StandardImpl):
 
         batch = attn_metadata.common
         key_cache, value_cache = kv_cache.unbind(1)
-        kernel = (
-            triton.paged_decode_attention if attn_metadata.is_decode else triton.paged_attention
-        )
+        # Padding tokens beyond one a row are the unified kernel's to write.
+        is_decode = attn_metadata.is_decode and query.shape[0] <= batch.seq_lens.shape[0]
+        kernel = triton.paged_decode_attention if is_decode else triton.paged_attention
         kernel(
             query, key_cache, value_cache, output, batch.query_start_loc, batch.seq_lens,
             batch.block_table, **kernel_features(self.params, tensors),

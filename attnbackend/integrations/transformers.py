@@ -10,6 +10,7 @@ K key-value heads, D head size.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = ["ATTN_IMPLEMENTATION", "TransformersModel", "attention_forward"]
 ATTN_IMPLEMENTATION = "attnbackend"
 _BATCH = "attnbackend_batch"
 _BOUND = "attnbackend_layer"
+_OWNER = "attnbackend_owner"
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _REFUSED = ("position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
 """Arguments that change the result and that the ops do not take."""
@@ -67,14 +69,10 @@ def attention_forward(
 
 def _check_arguments(dropout: float, kwargs: Mapping[str, Any]) -> None:
     if dropout:
-        raise ValueError(
-            f"dropout={dropout}: attnbackend serves inference; call model.eval() first"
-        )
+        raise ValueError(f"dropout={dropout}: attnbackend serves inference; call model.eval() first")
     for name in _REFUSED:
         if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{name} is not supported by attn_implementation={ATTN_IMPLEMENTATION!r}"
-            )
+            raise ValueError(f"{name} is not supported by attn_implementation={ATTN_IMPLEMENTATION!r}")
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions=True needs attn_implementation='eager': no kernel forms the weights"
@@ -100,9 +98,7 @@ class _Recorder:
         """Refuses layers that the features of the ops do not describe in full."""
         where = type(module).__name__
         if mask is not None and mask.data_ptr() != self.no_mask.data_ptr():
-            raise ValueError(
-                f"{where} computes an attention mask of its own, which the ops do not take"
-            )
+            raise ValueError(f"{where} computes an attention mask of its own, which the ops do not take")
         if value.shape[-1] != query.shape[-1]:
             raise ValueError(
                 f"{where} has values of head size {value.shape[-1]} and queries of {query.shape[-1]}; "
@@ -133,7 +129,7 @@ def padding_mask(
     _check_plain_mask(**kwargs)
     if kv_offset + kv_length != q_offset + q_length:
         raise ValueError(
-            f"the cache holds {kv_length} keys from {kv_offset} where {q_offset + q_length} tokens were seen: "
+            f"the cache holds {kv_length} keys from {kv_offset} and {q_offset + q_length} tokens were seen: "
             "static caches are not supported (use a DynamicCache, or attnbackend.Engine), nor is a mask "
             "of another length than the tokens"
         )
@@ -186,7 +182,6 @@ class TransformersModel:
 
     def __init__(self, model: Any) -> None:
         _check_model(model)
-        _release(model)
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
         text_config = model.config.get_text_config()
         self.model = model
@@ -203,7 +198,10 @@ class TransformersModel:
         return {names[module]: layer for module, layer in self._modules.items()}
 
     def bind(self, layers: Mapping[str, BoundLayer]) -> None:
-        """Gives each layer its cache, as attributes of its attention module."""
+        """Gives each layer its cache, as attributes of its attention module, until this object goes."""
+        _release(self.model)
+        owner = self.model.__dict__[_OWNER] = object()
+        weakref.finalize(self, _release, self.model, owner)
         modules = dict(self.model.named_modules())
         for name, layer in layers.items():
             setattr(modules[name], _BOUND, layer)
@@ -212,9 +210,7 @@ class TransformersModel:
     def compile(self, backend: str | None) -> None:
         """Compiles each decoder layer for serving; equal layers share one compilation."""
         self.compiler = make_compiler(backend)
-        run = torch.compile(
-            with_own_code(run_module), backend=self.compiler, dynamic=True, fullgraph=True
-        )
+        run = torch.compile(with_own_code(run_module), backend=self.compiler, dynamic=True, fullgraph=True)
         for layer in _decoder_layers(self._modules, self.model):
             set_compiled_call(layer, _CompiledLayer(run, layer))
 
@@ -224,8 +220,12 @@ class TransformersModel:
         """Logits [len(logits_indices), vocab_size] at the given tokens of the batch [T]."""
         module, layer = self._first
         if getattr(module, _BOUND, None) is not layer:
+            raise RuntimeError("the model was given to another engine since; make a new Engine of it")
+        chosen = self.model.config.get_text_config()._attn_implementation
+        if chosen != ATTN_IMPLEMENTATION:
             raise RuntimeError(
-                "the model was given to another engine since; make a new Engine of it"
+                f"the model's attention implementation was set to {chosen!r} since; call "
+                f"model.set_attn_implementation({ATTN_IMPLEMENTATION!r})"
             )
         result = self.model(
             input_ids=input_ids[None], position_ids=positions[None], attention_mask=self._no_mask,
@@ -242,12 +242,15 @@ class _CompiledLayer:
     layer: nn.Module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.run if _BATCH in kwargs else run_module
+        run = self.run if isinstance(kwargs.get(_BATCH), BatchTensors) else run_module
         return run(self.layer, *args, **kwargs)
 
 
-def _release(model: nn.Module) -> None:
-    """Takes the caches and compiled layers of an earlier engine from the model."""
+def _release(model: nn.Module, owner: object = None) -> None:
+    """Takes the caches and compiled layers of the engine ``owner`` from the model; None: of any."""
+    if owner not in (None, model.__dict__.get(_OWNER)):
+        return
+    model.__dict__.pop(_OWNER, None)
     for module in model.modules():
         if hasattr(module, _BOUND):
             delattr(module, _BOUND)
@@ -277,9 +280,7 @@ def _check_model(model: Any) -> None:
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder; only decoders can be served"
-        )
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoders can be served")
     _check_config(model.config.get_text_config())
 
 
@@ -293,14 +294,12 @@ def _record_layers(model: TransformersModel) -> dict[nn.Module, AttentionLayer]:
         )  # fmt: skip
     if not recorder.layers:
         raise ValueError(
-            f"{type(model.model).__name__} did not call its attention interface, so attnbackend cannot serve it"
+            f"{type(model.model).__name__} did not call its attention interface and cannot be served"
         )
     return recorder.layers
 
 
-def _decoder_layers(
-    attention_modules: Mapping[nn.Module, Any], model: nn.Module
-) -> list[nn.Module]:
+def _decoder_layers(attention_modules: Mapping[nn.Module, Any], model: nn.Module) -> list[nn.Module]:
     """For each attention module the repeated block around it: the element of a ModuleList that holds it."""
     return [
         block

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnbackend._torch_compat import no_duck_shapes
 from attnbackend.backend import AttentionBackend
 from attnbackend.config import set_config
 from attnbackend.forward_context import ForwardContext, set_forward_context
@@ -68,8 +69,7 @@ def build_runner(model: Any, **options: Any) -> ModelRunner:
         TypeError: the model is neither, or an option is unknown.
     """
     if not all(
-        hasattr(model, name)
-        for name in ("attention_layers", "bind", "forward", "compile", "vocab_size")
+        hasattr(model, name) for name in ("attention_layers", "bind", "forward", "compile", "vocab_size")
     ):
         from attnbackend.integrations.transformers import TransformersModel
 
@@ -93,9 +93,7 @@ class ModelRunner:
             self.groups, self.max_model_len, options, self.device
         )
         self.kv_caches = self._allocate()
-        limits = BatchLimits(
-            options.max_num_seqs, options.max_num_batched_tokens, self.max_model_len
-        )
+        limits = BatchLimits(options.max_num_seqs, options.max_num_batched_tokens, self.max_model_len)
         self._builders: list[AttentionMetadataBuilder[Any]] = [
             group.backend.get_builder_cls()(group.params, group.spec, limits, self.device)
             for group in self.groups
@@ -107,8 +105,9 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Compiles what serving will need: a graph for many tokens and one for a single token."""
-        for tokens in (2, 1):
-            self.execute(self._padding_batch(min(tokens, self.options.max_num_batched_tokens)))
+        with no_duck_shapes():
+            for tokens in (2, 1):
+                self.execute(self._padding_batch(min(tokens, self.options.max_num_batched_tokens)))
 
     def _padding_batch(self, tokens: int) -> PreparedBatch:
         """One request of ``tokens`` tokens that has no place in the cache: nothing is written."""
@@ -150,9 +149,7 @@ class ModelRunner:
             self._named_backend(),
             set_forward_context(context),
         ):
-            return self.model.forward(
-                batch.input_ids[:tokens], batch.positions[:tokens], wanted, tensors
-            )
+            return self.model.forward(batch.input_ids[:tokens], batch.positions[:tokens], wanted, tensors)
 
     def _named_backend(self) -> AbstractContextManager[object]:
         """Names the engine's backend to the agnostic ops; without one, they choose as everywhere."""
@@ -201,9 +198,7 @@ def _check_options(model: ServedModel, options: RunnerOptions) -> None:
         if getattr(options, name) < 1:
             raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
     if options.num_blocks is not None and options.num_blocks < 2:
-        raise ValueError(
-            f"num_blocks={options.num_blocks} must be at least 2, since block 0 is reserved"
-        )
+        raise ValueError(f"num_blocks={options.num_blocks} must be at least 2, since block 0 is reserved")
     longest = options.max_model_len
     if longest is not None and not 1 <= longest <= model.max_model_len:
         raise ValueError(
@@ -220,9 +215,7 @@ def _group_layers(layers: Mapping[str, AttentionLayer], options: RunnerOptions) 
     """Layers by equal backend and parameters, in the order of first appearance."""
     grouped: dict[tuple[type[AttentionBackend], AttentionParams], list[str]] = {}
     for name, layer in layers.items():
-        config = replace(
-            layer.config, block_size=options.block_size, kv_cache_dtype=options.kv_cache_dtype
-        )
+        config = replace(layer.config, block_size=options.block_size, kv_cache_dtype=options.kv_cache_dtype)
         backend = select_backend(config, backend=options.backend).backend
         params = AttentionParams(
             num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_size=config.head_size,
@@ -239,9 +232,7 @@ def _blocks_that_fit(
     groups: list[LayerGroup], max_model_len: int, options: RunnerOptions, device: torch.device
 ) -> int:
     """As many blocks as all requests at full length would need, or as a share of free memory holds."""
-    page_bytes = sum(
-        kv_cache_geometry(g.backend, g.spec, 1).page_size_bytes * len(g.layers) for g in groups
-    )
+    page_bytes = sum(kv_cache_geometry(g.backend, g.spec, 1).page_size_bytes * len(g.layers) for g in groups)
     wanted = options.max_num_seqs * -(-max_model_len // options.block_size) + 1
     budget = int(_free_memory(device) * _MEMORY_SHARE.get(device.type, 0.5))
     fitting = budget // page_bytes

@@ -9,9 +9,18 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import CACHE_DTYPES, QUERY_DTYPES, check_device, fail, names, scale_stride
+from .checks import (
+    CACHE_DTYPES,
+    QUERY_DTYPES,
+    check_device,
+    check_same_device,
+    fail,
+    names,
+    scale_stride,
+)
 from .codec import FINITE_MAX, decode, encode, kernel_view, stored_format
 from .config import padded_size
+from .launch import on_device_of
 
 WHERE = "cache_write"
 TILE_ELEMENTS = 2048
@@ -136,6 +145,11 @@ def cache_write(
 
     Raises ValueError for shapes or dtypes outside of these. Slots are not checked.
     """
+    check_device(WHERE, key)
+    check_same_device(
+        WHERE, key, ("value", "key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale"),
+        (value, key_cache, value_cache, slot_mapping, k_scale, v_scale),
+    )  # fmt: skip
     _check(key, value, key_cache, value_cache, slot_mapping)
     tokens, heads, size = key.shape
     value_size = value.shape[2]
@@ -149,19 +163,20 @@ def cache_write(
     ]
     widths = padded_size(size), padded_size(value_size)
     tile_heads = max(1, min(padded_size(heads), TILE_ELEMENTS // max(widths)))
-    cache_write_kernel[(tokens, -(-heads // tile_heads))](
-        *views, slot_mapping, k_scale, v_scale,
-        *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
-        scale_stride(WHERE, "k_scale", k_scale, heads),
-        scale_stride(WHERE, "v_scale", v_scale, heads),
-        finite_max(key_cache.dtype), finite_max(value_cache.dtype), heads,
-        key_cache.shape[1], size, value_size, *widths, *formats,
-        COPY_K=k_scale is None and key.dtype == key_cache.dtype,
-        COPY_V=v_scale is None and value.dtype == value_cache.dtype,
-        CLAMP_K=k_scale is not None or key_cache.dtype in FINITE_MAX,
-        CLAMP_V=v_scale is not None or value_cache.dtype in FINITE_MAX,
-        HEADS=tile_heads, num_warps=4,
-    )  # fmt: skip
+    with on_device_of(key):
+        cache_write_kernel[(tokens, -(-heads // tile_heads))](
+            *views, slot_mapping, k_scale, v_scale,
+            *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+            scale_stride(WHERE, "k_scale", k_scale, heads),
+            scale_stride(WHERE, "v_scale", v_scale, heads),
+            finite_max(key_cache.dtype), finite_max(value_cache.dtype), heads,
+            key_cache.shape[1], size, value_size, *widths, *formats,
+            COPY_K=k_scale is None and key.dtype == key_cache.dtype,
+            COPY_V=v_scale is None and value.dtype == value_cache.dtype,
+            CLAMP_K=k_scale is not None or key_cache.dtype in FINITE_MAX,
+            CLAMP_V=v_scale is not None or value_cache.dtype in FINITE_MAX,
+            HEADS=tile_heads, num_warps=4,
+        )  # fmt: skip
 
 
 def finite_max(dtype: torch.dtype) -> float:
@@ -176,7 +191,6 @@ def _check(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    check_device(WHERE, key)
     for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
         if new.dim() != 3 or cache.dim() != 4 or new.shape[1:] != cache.shape[2:]:
             allowed = f"[T, {', '.join(str(n) for n in cache.shape[2:])}], as its cache"

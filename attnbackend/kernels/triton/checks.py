@@ -23,6 +23,19 @@ def check_device(where: str, tensor: torch.Tensor) -> None:
         fail(where, "device", tensor.device, "CUDA, or any under TRITON_INTERPRET=1")
 
 
+def check_same_device(
+    where: str,
+    first: torch.Tensor,
+    names: tuple[str, ...],
+    tensors: tuple[torch.Tensor | None, ...],
+) -> None:
+    """ValueError unless the tensors lie on the device of `first`: a kernel sees no other memory."""
+    index = first.get_device()
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is not None and tensor.get_device() != index:
+            fail(where, f"device of {name}", tensor.device, f"{first.device}, as all of the call")
+
+
 def check_heads(
     where: str, heads: int, head_size: int, key_shape: torch.Size, value_shape: torch.Size
 ) -> None:

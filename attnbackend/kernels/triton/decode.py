@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import fail
+from .checks import check_same_device, fail
 from .codec import encode
 from .config import TileConfig, heads_per_tile, pieces_per_kv_head, tile_config
-from .launch import Launch, prepare
+from .launch import Launch, on_device_of, prepare
 from .splits import MIN_SPLIT_KEYS, decode_num_splits, decode_workspace_size, processor_count
 from .tile import (
     attend,
@@ -25,6 +25,7 @@ from .tile import (
     head_scale,
     load_query,
     natural_lse,
+    no_values,
     normalise,
     power,
     start_state,
@@ -115,6 +116,7 @@ def decode_kernel(
     D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr,
     DOT: tl.constexpr,
+    PRECISE: tl.constexpr,
     Q_FMT: tl.constexpr,
     K_FMT: tl.constexpr,
     V_FMT: tl.constexpr,
@@ -127,12 +129,11 @@ def decode_kernel(
     MIN_KEYS: tl.constexpr,
 ) -> None:
     HAS_ALIBI: tl.constexpr = alibi_ptr is not None
-    PRECISE: tl.constexpr = DOT == tl.float32
     kv_head = tl.program_id(0) // PIECES
     split = tl.program_id(1)
     row = tl.program_id(2)
     q_begin = tl.load(starts_ptr + row)
-    has_token = tl.load(starts_ptr + row + 1) > q_begin
+    q_len = tl.load(starts_ptr + row + 1) - q_begin
     seq_len = tl.load(seq_lens_ptr + row)
 
     lane = tl.arange(0, M)
@@ -152,7 +153,7 @@ def decode_kernel(
             if lse_ptr is not None:
                 empty = tl.full([M], float("-inf"), tl.float32)
                 tl.store(lse_ptr + token64 * lse_token + head64 * lse_head, empty, mask=keep)
-    if not has_token:
+    if q_len <= 0:
         return
     begin = first_step(seq_len, window, HAS_WINDOW, N)
     size = split_size(seq_len - begin, num_splits, MIN_KEYS, N)
@@ -164,7 +165,7 @@ def decode_kernel(
     token64 = q_begin.to(tl.int64)
     q = load_query(q_ptr, token64 * q_token + head64 * q_head, keep, D, D_PAD, Q_FMT, DOT)
     row_max, row_sum = start_state(sink_ptr, head, keep_sink, SINK_FMT, PRECISE)
-    acc = tl.zeros([M, DV_PAD], tl.float32)
+    acc = no_values(M, DV_PAD, PRECISE)
     slope = row_max
     if HAS_ALIBI:
         slope = tl.load(alibi_ptr + head, mask=keep, other=0.0)
@@ -184,11 +185,13 @@ def decode_kernel(
         start, stop, first_key, seq_len,
         scale, soft_cap, window, k_block, k_slot, v_block, v_slot,
         True, False, False, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
-        K_FMT, V_FMT, DOT,
+        K_FMT, V_FMT, DOT, PRECISE,
     )  # fmt: skip
+    # Not silently one token of several: the promise of one a row was broken.
+    row_sum = tl.where(q_len > 1, float("nan"), row_sum)
     value_scale = head_scale(v_scale_ptr, kv_head, v_scale_head)
     if partial_ptr is None:
-        rows = normalise(acc, row_sum, PRECISE) * value_scale
+        rows = normalise(acc, row_sum) * value_scale
         offsets = token64 * out_token + head64 * out_head
         store_rows(out_ptr, offsets, rows, keep, DV, DV_PAD, OUT_FMT)
         if lse_ptr is not None:
@@ -197,10 +200,10 @@ def decode_kernel(
     else:
         num_heads = tl.num_programs(0) // PIECES * GROUP
         part = (row.to(tl.int64) * num_heads + head64) * num_splits + split
-        store_rows(partial_ptr, part * DV, acc * value_scale, keep, DV, DV_PAD, "native")
+        store_rows(partial_ptr, part * DV, (acc * value_scale).to(tl.float32), keep, DV, DV_PAD, "native")
         parts = num_rows.to(tl.int64) * num_heads * num_splits
         tl.store(partial_ptr + parts * DV + part, row_max, mask=keep)
-        tl.store(partial_ptr + parts * (DV + 1) + part, row_sum, mask=keep)
+        tl.store(partial_ptr + parts * (DV + 1) + part, row_sum.to(tl.float32), mask=keep)
 
 
 @triton.jit(
@@ -304,7 +307,8 @@ def paged_decode_attention(
     """`paged_attention` for batches in which every row has at most one token.
 
     The tensors are those of `paged_attention`. That no row has two tokens is the caller's
-    promise: lengths stay on the device. (A row's second token would be left unwritten.)
+    promise: lengths stay on the device. A row of more tokens gets NaN for its first, and its others
+    are left unwritten.
 
     num_splits: parts that each row's keys are cut into; None takes `decode_num_splits` of the
     shapes and the device, so a captured graph keeps it. workspace: contiguous float32 of at
@@ -329,9 +333,10 @@ def paged_decode_attention(
         programs = rows * launch.kv_heads * pieces_per_kv_head(plan.group, tile.block_m)
         num_splits = decode_num_splits(programs, launch.max_keys, processor_count(query.device))
     partial = _partial_buffer(query, launch, num_splits, workspace)
-    _launch_decode(launch, tile, num_splits, partial)
-    if partial is not None:
-        _launch_merge(launch, tile, num_splits, partial)
+    with on_device_of(query):
+        _launch_decode(launch, tile, num_splits, partial)
+        if partial is not None:
+            _launch_merge(launch, tile, num_splits, partial)
 
 
 def _partial_buffer(
@@ -344,6 +349,7 @@ def _partial_buffer(
     needed = decode_workspace_size(launch.rows, launch.heads, launch.value_size, num_splits)
     if workspace is None:
         return torch.empty(needed, dtype=torch.float32, device=query.device)
+    check_same_device(WHERE, query, ("workspace",), (workspace,))
     fits = workspace.numel() >= needed and workspace.is_contiguous()
     if workspace.dtype != torch.float32 or not fits:
         value = f"{tuple(workspace.shape)} of {workspace.dtype}, strides {workspace.stride()}"
@@ -372,5 +378,5 @@ def _launch_merge(launch: Launch, tile: TileConfig, num_splits: int, partial: to
         partial, out, lse, starts, seq_lens, *out_strides, window,
         launch.tokens, launch.rows, num_splits, constants["HAS_WINDOW"], constants["OUT_FMT"],
         launch.value_size, constants["DV_PAD"], tile.block_n, MIN_SPLIT_KEYS, MERGE_STEP,
-        launch.plan.product == torch.float32, num_warps=2,
+        constants["PRECISE"], num_warps=2,
     )  # fmt: skip

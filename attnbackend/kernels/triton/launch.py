@@ -6,6 +6,7 @@ and cached; each call adds its tensors, their strides and the sizes of the batch
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,6 +15,28 @@ import torch
 from . import checks
 from .codec import TRITON_DTYPE, kernel_view, product_dtype, stored_format
 from .config import padded_size
+
+DEVICE_CHECKED = (
+    "key_cache",
+    "value_cache",
+    "output",
+    "query_start_loc",
+    "seq_lens",
+    "block_table",
+    "alibi_slopes",
+    "sinks",
+    "k_scale",
+    "v_scale",
+    "lse",
+)
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Makes the tensor's GPU the current one: Triton launches on that, whatever it is given."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(tensor.device)
 
 
 class Plan(NamedTuple):
@@ -80,6 +103,7 @@ def make_plan(
         "D_PAD": padded_size(head_size),
         "DV_PAD": padded_size(value_size),
         "DOT": TRITON_DTYPE[product],
+        "PRECISE": dtypes[0] == torch.float32,
         **dict(zip(("Q_FMT", "K_FMT", "V_FMT", "OUT_FMT", "SINK_FMT"), formats, strict=True)),
     }
     unusual = formats if set(formats) != {"native"} else None
@@ -108,6 +132,11 @@ def prepare(
 ) -> Launch:
     """Validate a call and lay out its arguments. ValueError for what the kernels cannot do."""
     checks.check_device(where, query)
+    checks.check_same_device(
+        where, query, DEVICE_CHECKED,
+        (key_cache, value_cache, output, query_start_loc, seq_lens, block_table,
+         alibi_slopes, sinks, k_scale, v_scale, lse),
+    )  # fmt: skip
     q, k, v, out = query.stride(), key_cache.stride(), value_cache.stride(), output.stride()
     table, lens, starts = block_table.stride(), seq_lens.stride(), query_start_loc.stride()
     dims = len(q), len(k), len(v), len(out), len(table), len(lens), len(starts)

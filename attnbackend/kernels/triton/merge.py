@@ -9,9 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import QUERY_DTYPES, check_device, fail, names
+from .checks import QUERY_DTYPES, check_device, check_same_device, fail, names
 from .codec import decode, encode, kernel_view, stored_format
 from .config import padded_size
+from .launch import on_device_of
 
 WHERE = "merge_attention_states"
 
@@ -105,12 +106,13 @@ def merge_attention_states(
     views = [kernel_view(t, fmt) for t, fmt in zip(tensors, formats, strict=True)]
     width = padded_size(size)
     tile_heads = max(1, min(padded_size(heads), 2048 // width))
-    merge_states_kernel[(tokens, -(-heads // tile_heads))](
-        *views, lse_a, lse_b, lse,
-        *out_a.stride(), *out_b.stride(), *out.stride(),
-        *lse_a.stride(), *lse_b.stride(), *lse.stride(), heads,
-        *formats, size, width, tile_heads, num_warps=4,
-    )  # fmt: skip
+    with on_device_of(out):
+        merge_states_kernel[(tokens, -(-heads // tile_heads))](
+            *views, lse_a, lse_b, lse,
+            *out_a.stride(), *out_b.stride(), *out.stride(),
+            *lse_a.stride(), *lse_b.stride(), *lse.stride(), heads,
+            *formats, size, width, tile_heads, num_warps=4,
+        )  # fmt: skip
 
 
 def _check(
@@ -122,6 +124,9 @@ def _check(
     lse: torch.Tensor,
 ) -> None:
     check_device(WHERE, out)
+    check_same_device(
+        WHERE, out, ("out_a", "lse_a", "out_b", "lse_b", "lse"), (out_a, lse_a, out_b, lse_b, lse)
+    )
     if out.dim() != 3:
         fail(WHERE, "out.shape", tuple(out.shape), "3 dimensions")
     for name, tensor in (("out_a", out_a), ("out_b", out_b), ("out", out)):

@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 
 from .config import TileConfig, batch_kind, heads_per_tile, pieces_per_kv_head, tile_config
-from .launch import prepare
+from .launch import on_device_of, prepare
 from .tile import (
     attend,
     head_scale,
     load_query,
     natural_lse,
+    no_values,
     normalise,
     start_state,
     store_rows,
@@ -133,6 +134,7 @@ def paged_attention_kernel(
     D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr,
     DOT: tl.constexpr,
+    PRECISE: tl.constexpr,
     Q_FMT: tl.constexpr,
     K_FMT: tl.constexpr,
     V_FMT: tl.constexpr,
@@ -144,7 +146,6 @@ def paged_attention_kernel(
     PIECES: tl.constexpr,
 ) -> None:
     HAS_ALIBI: tl.constexpr = alibi_ptr is not None
-    PRECISE: tl.constexpr = DOT == tl.float32
     Q: tl.constexpr = M // HEADS
     # The last tile of a causal prefill sees the most keys: it starts first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -173,7 +174,7 @@ def paged_attention_kernel(
 
     q = load_query(q_ptr, token64 * q_token + head64 * q_head, keep, D, D_PAD, Q_FMT, DOT)
     row_max, row_sum = start_state(sink_ptr, head, keep_sink, SINK_FMT, PRECISE)
-    acc = tl.zeros([M, DV_PAD], tl.float32)
+    acc = no_values(M, DV_PAD, PRECISE)
     slope = row_max
     if HAS_ALIBI:
         slope = tl.load(alibi_ptr + head, mask=keep, other=0.0)
@@ -193,24 +194,24 @@ def paged_attention_kernel(
             begin // N * N, tl.minimum(full_begin, end), begin, end,
             scale, soft_cap, window, k_block, k_slot, v_block, v_slot,
             True, CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
-            K_FMT, V_FMT, DOT,
+            K_FMT, V_FMT, DOT, PRECISE,
         )  # fmt: skip
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q, position, slope, k_ptr, v_ptr, table_ptr,
         full_begin, full_end, begin, end,
         scale, soft_cap, window, k_block, k_slot, v_block, v_slot,
         False, CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
-        K_FMT, V_FMT, DOT,
+        K_FMT, V_FMT, DOT, PRECISE,
     )  # fmt: skip
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q, position, slope, k_ptr, v_ptr, table_ptr,
         tl.maximum(full_begin, full_end), end, begin, end,
         scale, soft_cap, window, k_block, k_slot, v_block, v_slot,
         True, CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
-        K_FMT, V_FMT, DOT,
+        K_FMT, V_FMT, DOT, PRECISE,
     )  # fmt: skip
 
-    rows = normalise(acc, row_sum, PRECISE) * head_scale(v_scale_ptr, kv_head, v_scale_head)
+    rows = normalise(acc, row_sum) * head_scale(v_scale_ptr, kv_head, v_scale_head)
     store_rows(out_ptr, token64 * out_token + head64 * out_head, rows, keep, DV, DV_PAD, OUT_FMT)
     if lse_ptr is not None:
         lse_offsets = token64 * lse_token + head64 * lse_head
@@ -265,8 +266,9 @@ def paged_attention(
     heads, pieces = heads_per_tile(group, tile.block_m), pieces_per_kv_head(group, tile.block_m)
     # One tile more for each row than its tokens fill, and one for tokens past the last row.
     tiles = tokens // (tile.block_m // heads) + rows + 1
-    paged_attention_kernel[(tiles, launch.kv_heads * pieces)](
-        *launch.tensors, *launch.numbers, tokens, rows, **plan.constants,
-        M=tile.block_m, N=tile.block_n, HEADS=heads, PIECES=pieces,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+    with on_device_of(query):
+        paged_attention_kernel[(tiles, launch.kv_heads * pieces)](
+            *launch.tensors, *launch.numbers, tokens, rows, **plan.constants,
+            M=tile.block_m, N=tile.block_n, HEADS=heads, PIECES=pieces,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip

@@ -2,12 +2,13 @@
 
 Softmax is online: `acc` [M, DV] is the weighted sum of values, `row_max` [M] the greatest score
 so far, `row_sum` [M] the sum of base^(score - row_max). The base is 2, the hardware's own, where
-the matrix products are of 16 bits.
+the query is of 16 bits.
 
-PRECISE kernels, those of float32 products, owe what plain PyTorch gives in float32 and more. A
-product over the head size that is summed term by term in float32 loses up to 4 times as much, so
-theirs is summed in float64. Their base is e: scaling scores by log2(e) is one more rounding.
-Divisions are correctly rounded, where the hardware's are 2 ulp off.
+PRECISE kernels, those of float32 queries, owe no less than plain PyTorch in float32, whose sums
+are cut in parts. Sums over a head or a sequence term by term in float32 were measured to err 3
+times as much as the rule for results allows, so theirs are in float64 (and so is what runs across
+steps: `acc`, `row_sum`). Their base is e, since scaling scores by log2(e) is one more rounding,
+and they divide with correct rounding, where the hardware's own division is up to 2 ulp off.
 
 Legend: M rows of a tile (query tokens x heads), N keys of a step, D and DV head sizes of K and
 V, padded to powers of two in D_PAD and DV_PAD.
@@ -27,21 +28,13 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 @triton.jit
 def power(x: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
     """The softmax's base to the power of x."""
-    if PRECISE:
-        result = tl.exp(x)
-    else:
-        result = tl.exp2(x)
-    return result
+    return tl.exp(x) if PRECISE else tl.exp2(x)
 
 
 @triton.jit
 def divide(x: tl.tensor, y: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
     """x / y."""
-    if PRECISE:
-        result = tl.div_rn(x, y)
-    else:
-        result = x / y
-    return result
+    return tl.div_rn(x, y) if PRECISE else x / y
 
 
 @triton.jit
@@ -61,7 +54,7 @@ def soft_capped(
     poly = poly * z - 0.333333283662796
     small = score + score * (z * poly)
     twice = tl.zeros(x.shape, tl.float32) + 2.0 * soft_cap
-    large = soft_cap - divide(twice, tl.exp(2.0 * tl.abs(x)) + 1.0, PRECISE)
+    large = soft_cap - divide(twice, tl.exp2(tl.abs(x) * (2.0 * LOG2_E)) + 1.0, PRECISE)
     return tl.where(z < 0.390625, small, tl.where(x < 0, -large, large))
 
 
@@ -82,18 +75,21 @@ def start_state(
         sink = decode(tl.load(sink_ptr + heads, mask=keep, other=0.0), SINK_FMT).to(tl.float32)
         row_max = tl.where(keep, sink * UNIT, float("-inf"))
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-    return row_max, row_sum
+    return row_max, row_sum.to(tl.float64 if PRECISE else tl.float32)
+
+
+@triton.jit
+def no_values(M: tl.constexpr, PAD: tl.constexpr, PRECISE: tl.constexpr) -> tl.tensor:
+    """Weighted sum of no values."""
+    return tl.zeros([M, PAD], tl.float64 if PRECISE else tl.float32)
 
 
 @triton.jit
 def natural_lse(row_max: tl.tensor, row_sum: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
     """Natural log-sum-exp of a state, -inf for an empty one."""
     total = tl.where(row_sum == 0.0, 1.0, row_sum)
-    if PRECISE:
-        lse = row_max + tl.log(total)
-    else:
-        lse = (row_max + tl.log2(total)) * LN_2
-    return tl.where(row_sum == 0.0, float("-inf"), lse)
+    lse = row_max + tl.log(total) if PRECISE else (row_max + tl.log2(total)) * LN_2
+    return tl.where(row_sum == 0.0, float("-inf"), lse.to(tl.float32))
 
 
 @triton.jit
@@ -165,29 +161,46 @@ def scores(
 
 
 @triton.jit
-def query_key_product(q: tl.tensor, k: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
-    """[M, N] float32 products of rows [M, D] and [N, D]."""
+def full_width(x: tl.tensor) -> tl.tensor:
+    """[N, D] values in float32, for a product in float64.
+
+    The sum over an axis of 1 separates narrower values from the product: where Triton 3.6 sees
+    where they come from, it lays the product out for their width and fails to compile it.
+    """
+    if x.dtype.primitive_bitwidth < 32:
+        x = tl.sum(x.to(tl.float32)[:, None, :], 1)
+    return x
+
+
+@triton.jit
+def query_key_product(
+    q: tl.tensor, k: tl.tensor, DOT: tl.constexpr, PRECISE: tl.constexpr
+) -> tl.tensor:
+    """[M, N] float32 products of the rows of `load_query` [M, D] and keys [N, D]."""
     if PRECISE:
-        q64 = q.to(tl.float64)
-        k64 = tl.trans(k.to(tl.float64))
-        product = tl.dot(q64, k64, out_dtype=tl.float64).to(tl.float32)
+        k64 = full_width(k).to(tl.float64)
+        product = tl.dot(q.to(tl.float64), tl.trans(k64), out_dtype=tl.float64)
     else:
-        product = tl.dot(q, tl.trans(k))
-    return product
+        product = tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee")
+    return product.to(tl.float32)
 
 
 @triton.jit
 def add_values(
-    acc: tl.tensor, shrink: tl.tensor, weight: tl.tensor, v: tl.tensor, PRECISE: tl.constexpr
+    acc: tl.tensor,
+    shrink: tl.tensor,
+    weight: tl.tensor,
+    v: tl.tensor,
+    DOT: tl.constexpr,
+    PRECISE: tl.constexpr,
 ) -> tl.tensor:
-    """acc * shrink + weight v."""
+    """acc * shrink + weight v, in the type of acc."""
     if PRECISE:
-        # The sum of a step apart, for fewer roundings in a row. An addition in place of the fma
-        # would be folded into the product's accumulator.
-        step = tl.dot(weight, v, input_precision="ieee")
-        acc = tl.fma(acc, tl.broadcast_to(shrink[:, None], acc.shape), step)
+        v64 = full_width(v).to(tl.float64)
+        shrunk = acc * shrink.to(tl.float64)[:, None]
+        acc = tl.dot(weight.to(tl.float64), v64, shrunk, out_dtype=tl.float64)
     else:
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+        acc = tl.dot(weight.to(DOT), v.to(DOT), acc * shrink[:, None], input_precision="ieee")
     return acc
 
 
@@ -245,6 +258,7 @@ def attend(
     K_FMT: tl.constexpr,
     V_FMT: tl.constexpr,
     DOT: tl.constexpr,
+    PRECISE: tl.constexpr,
 ) -> tl.tensor:
     """Softmax state after the steps of N keys from `start` (a multiple of N) to `stop`.
 
@@ -252,7 +266,7 @@ def attend(
     others must lie where every row of the tile sees every key. `k_ptr` and `v_ptr` point at
     the tile's kv head.
     """
-    PRECISE: tl.constexpr = DOT == tl.float32
+    SUM: tl.constexpr = acc.dtype
     steps = tl.arange(0, N)
     # Block ids are read one step ahead. Read in the same step they would be a second level of
     # indirection, which halves the tiles of K and V that the compiler keeps in flight.
@@ -264,7 +278,7 @@ def attend(
         page = find_pages(table_ptr, begin + N, end_key, S, N)
         slot = (key % S).to(tl.int64)
         k = load_rows(k_ptr, block * k_block + slot * k_slot, keep, D, D_PAD, MASKED)
-        product = query_key_product(q, decode(k, K_FMT).to(DOT), PRECISE)
+        product = query_key_product(q, decode(k, K_FMT), DOT, PRECISE)
         score = scores(product, position, key, scale, soft_cap, slope, HAS_CAP, HAS_ALIBI, PRECISE)
         if MASKED:
             mask = visible(position, key, keep, window, CAUSAL, HAS_WINDOW)
@@ -275,8 +289,8 @@ def attend(
         weight = power(score - pivot[:, None], PRECISE)
         shrink = power(row_max - pivot, PRECISE)
         v = load_rows(v_ptr, block * v_block + slot * v_slot, keep, DV, DV_PAD, MASKED)
-        acc = add_values(acc, shrink, weight, decode(v, V_FMT).to(DOT), PRECISE)
-        row_sum = row_sum * shrink + tl.sum(weight, 1)
+        acc = add_values(acc, shrink, weight, decode(v, V_FMT), DOT, PRECISE)
+        row_sum = row_sum * shrink.to(SUM) + tl.sum(weight.to(SUM), 1)
         row_max = new_max
     return acc, row_max, row_sum
 
@@ -313,7 +327,6 @@ def store_rows(
 
 
 @triton.jit
-def normalise(acc: tl.tensor, row_sum: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
-    """Weighted mean of the values; zeros for a row that saw no key."""
-    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
-    return divide(acc, tl.broadcast_to(divisor[:, None], acc.shape), PRECISE)
+def normalise(acc: tl.tensor, row_sum: tl.tensor) -> tl.tensor:
+    """Weighted mean of the values in float32; zeros for a row that saw no key."""
+    return (acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]).to(tl.float32)

@@ -1,0 +1,1 @@
+"""Measurements of attnbackend: `python -m benchmarks.engine` compares the engine with transformers."""

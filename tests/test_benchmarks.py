@@ -1,0 +1,116 @@
+"""The benchmark program runs and writes what it promises; no figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.engine", *arguments],
+        cwd=_REPOSITORY, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def quick_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    folder = tmp_path_factory.mktemp("results")
+    done = _run(
+        "--quick", "--no-plot", "--output", str(folder), "--name", "quick", "--threads", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert [file.name for file in folder.iterdir()] == ["quick.json"]
+    return json.loads((folder / "quick.json").read_text()), done.stdout
+
+
+def _spreads(value: object) -> Iterator[dict[str, float]]:
+    if isinstance(value, dict):
+        if value.keys() == {"min", "median", "max"}:
+            yield value
+        for inner in value.values():
+            yield from _spreads(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _spreads(inner)
+
+
+def test_result_says_where_it_was_measured(quick_run: tuple[dict[str, Any], str]) -> None:
+    environment = quick_run[0]["environment"]
+    wanted = {"date", "attnbackend", "git_commit", "python", "torch", "transformers", "cpu", "cpus"}
+    assert wanted <= environment.keys()
+    assert environment["threads"] == 1
+
+
+def test_result_has_both_batch_sizes_and_the_sides_agree(
+    quick_run: tuple[dict[str, Any], str],
+) -> None:
+    result = quick_run[0]
+    found = [(entry["batch"], entry["mode"]) for entry in result["throughput"]]
+    assert found == [(1, "eager"), (8, "eager")]
+    for entry in result["throughput"]:
+        wanted = [result["settings"]["new_tokens"]] * entry["batch"]
+        assert entry["leading_tokens_equal"] == wanted
+        assert {"engine", "transformers", "ratio"} <= entry.keys()
+
+
+def test_result_has_every_op_in_both_modes(quick_run: tuple[dict[str, Any], str]) -> None:
+    entries = quick_run[0]["op_overhead"]
+    for inference_mode in (True, False):
+        ops = {entry["op"] for entry in entries if entry["inference_mode"] is inference_mode}
+        assert {"attention", "torch_sdpa_forward", "kv_cache_update"} <= ops
+    assert all({"op_us", "direct_us", "overhead_us"} <= entry.keys() for entry in entries)
+
+
+def test_result_has_the_host_time_of_small_and_large_steps(
+    quick_run: tuple[dict[str, Any], str],
+) -> None:
+    entries = quick_run[0]["host_time"]
+    assert [entry["requests"] for entry in entries] == [1, 8, 64]
+    for entry in entries:
+        assert 0 < entry["prepare_us"]["median"] < entry["outside_model_us"]["median"]
+        assert entry["outside_model_us"]["median"] < entry["step_us"]["median"]
+
+
+def test_every_spread_is_finite_and_ordered(quick_run: tuple[dict[str, Any], str]) -> None:
+    spreads = list(_spreads(quick_run[0]))
+    assert len(spreads) > 30
+    for spread in spreads:
+        assert all(map(math.isfinite, spread.values()))
+        assert spread["min"] <= spread["median"] <= spread["max"]
+
+
+def test_summary_shows_all_three_parts(quick_run: tuple[dict[str, Any], str]) -> None:
+    for heading in ("microseconds a call", "microseconds a decode step", "generated tokens/s"):
+        assert heading in quick_run[1]
+
+
+def test_plot_is_drawn_from_a_result(
+    quick_run: tuple[dict[str, Any], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(_REPOSITORY))
+    from benchmarks.engine_plot import draw
+
+    draw(quick_run[0], tmp_path / "engine.png")
+    assert (tmp_path / "engine.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--batch", "--new-tokens", "--threads"])
+def test_a_count_below_one_is_refused(option: str) -> None:
+    done = _run(option, "0")
+    assert done.returncode == 2
+    assert "must be at least 1" in done.stderr
