@@ -8,20 +8,25 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef as StorageRef
 
 __all__ = [
     "FUNCTIONALIZED",
     "FakeTensor",
+    "StorageRef",
     "add_cache_key",
     "cache_key",
+    "can_pack",
     "compiled_call",
     "compiler_backend",
     "inductor_graph_pass",
+    "multiply_packed",
     "no_duck_shapes",
     "outside_fake_mode",
+    "pack_weight",
     "register_namedtuple",
     "reset_compiler",
     "run_module",
@@ -87,6 +92,30 @@ def register_namedtuple(cls: type) -> None:
     from torch.utils._pytree import _register_namedtuple
 
     _register_namedtuple(cls, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
+
+
+def can_pack(weight: Tensor) -> str | None:
+    """Why oneDNN cannot pack a weight on this machine; None when it can."""
+    if weight.device.type != "cpu":
+        return f"weights on {weight.device.type}"
+    if not torch.backends.mkldnn.is_available():
+        return "torch was built without oneDNN"
+    if weight.dtype is torch.float32:
+        return None
+    probe = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(weight.dtype)
+    if probe is None or not getattr(torch.ops.mkldnn, f"_is_mkldnn_{probe}_supported")():
+        return f"this processor's oneDNN does not multiply {weight.dtype}"
+    return None
+
+
+def pack_weight(weight_OI: Tensor) -> Tensor:
+    """A weight in oneDNN's blocked layout."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight_OI)
+
+
+def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` with a weight from `pack_weight`."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def reset_compiler() -> None:

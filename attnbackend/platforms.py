@@ -6,11 +6,12 @@ runs anywhere, at the end of each; the order for CPUs is the project's own.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Platform", "backend_priorities", "current_platform"]
+__all__ = ["Platform", "backend_priorities", "current_platform", "free_memory"]
 
 
 @dataclass(frozen=True)
@@ -74,3 +75,10 @@ def _cuda_priorities(platform: Platform, use_mla: bool) -> tuple[str, ...]:
     if use_mla:
         return {10: _MLA_SM100, 12: _MLA_SM120}.get(major, _MLA_CUDA)
     return _CUDA_SM100 if major == 10 else _CUDA
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -22,7 +22,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from attnbackend._torch_compat import compiled_call, run_module, set_compiled_call, with_own_code
 from attnbackend.compiler import make_compiler
 from attnbackend.integrations.dense_cache import attend_dense
+from attnbackend.layers.packed_linear import pack_linears, unpack_linears
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
+from attnbackend.platforms import free_memory
 from attnbackend.runtime.served_model import AttentionLayer
 from attnbackend.selector import AttentionSelectorConfig
 
@@ -206,6 +208,7 @@ class TransformersModel:
         for name, layer in layers.items():
             setattr(modules[name], _BOUND, layer)
         self._first = next((modules[name], layer) for name, layer in layers.items())
+        self.packing = pack_linears(self.model, max_bytes=free_memory(self.device) // 2)
 
     def compile(self, backend: str | None) -> None:
         """Compiles each decoder layer for serving; equal layers share one compilation."""
@@ -247,7 +250,7 @@ class _CompiledLayer:
 
 
 def _release(model: nn.Module, owner: object = None) -> None:
-    """Takes the caches and compiled layers of the engine ``owner`` from the model; None: of any."""
+    """Takes the caches, compiled layers and packed weights of the engine ``owner`` from the model; None: of any."""
     if owner not in (None, model.__dict__.get(_OWNER)):
         return
     model.__dict__.pop(_OWNER, None)
@@ -256,6 +259,7 @@ def _release(model: nn.Module, owner: object = None) -> None:
             delattr(module, _BOUND)
         if isinstance(compiled_call(module), _CompiledLayer):
             set_compiled_call(module, None)
+    unpack_linears(model)
 
 
 def _check_config(config: Any) -> None:

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from attnbackend.layers.attention import Attention
+from attnbackend.layers.packed_linear import PackedLinear, pack_linears, unpack_linears
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
 
-__all__ = ["Attention", "BatchTensors", "BoundLayer", "write_and_attend"]
+__all__ = [
+    "Attention",
+    "BatchTensors",
+    "BoundLayer",
+    "PackedLinear",
+    "pack_linears",
+    "unpack_linears",
+    "write_and_attend",
+]

@@ -17,7 +17,15 @@ from attnbackend._torch_compat import add_cache_key
 from attnbackend.ops import calls, checks
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall, schema_of
 
-__all__ = ["ATTENTION", "KV_CACHE_UPDATE", "NAMESPACE", "OpRole", "define_op", "ops_fingerprint"]
+__all__ = [
+    "ATTENTION",
+    "KV_CACHE_UPDATE",
+    "NAMESPACE",
+    "OpRole",
+    "define_function",
+    "define_op",
+    "ops_fingerprint",
+]
 
 NAMESPACE = "attnbackend"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -62,6 +70,17 @@ def define_op(
 
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def define_function(
+    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
+) -> torch._ops.OpOverload:
+    """Defines an op outside the roles, one that returns new tensors and writes none."""
+    own = name.removeprefix(f"{NAMESPACE}::")
+    _LIBRARY.define(f"{own}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(own, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=_LIBRARY)
+    return getattr(getattr(torch.ops, NAMESPACE), own).default
 
 
 def ops_fingerprint() -> str:

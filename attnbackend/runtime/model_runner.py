@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from attnbackend.kv_cache import (
 )
 from attnbackend.layers.paged import BatchTensors, BoundLayer
 from attnbackend.metadata import AttentionMetadataBuilder, BatchLimits, CommonAttentionMetadata
+from attnbackend.platforms import free_memory
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.served_model import AttentionLayer, ServedModel
 from attnbackend.selector import select_backend
@@ -234,7 +234,7 @@ def _blocks_that_fit(
     """As many blocks as all requests at full length would need, or as a share of free memory holds."""
     page_bytes = sum(kv_cache_geometry(g.backend, g.spec, 1).page_size_bytes * len(g.layers) for g in groups)
     wanted = options.max_num_seqs * -(-max_model_len // options.block_size) + 1
-    budget = int(_free_memory(device) * _MEMORY_SHARE.get(device.type, 0.5))
+    budget = int(free_memory(device) * _MEMORY_SHARE.get(device.type, 0.5))
     fitting = budget // page_bytes
     if fitting < 2:
         raise ValueError(
@@ -242,9 +242,3 @@ def _blocks_that_fit(
             "free memory, or choose a smaller kv_cache_dtype or block_size"
         )
     return min(wanted, fitting)
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -53,8 +53,9 @@ def tile_config(dtype: torch.dtype, head_size: int, group: int, kind: Kind) -> T
 
 
 def _full_precision_tile(width: int, group: int, kind: Kind) -> TileConfig:
-    # Without tensor cores the product runs on FMA units, unrolled over registers: steps of more
-    # keys than this spill (17 KB a thread for 32 rows by 32 keys by 256, none for 16 keys).
+    # Products in float32 run on FMA units, unrolled over registers: steps of more keys than this
+    # spill (17 KB a thread for 32 rows by 32 keys by 256, none for 16 keys). Those in float64,
+    # of float32 queries, have tensor cores but hold twice as much.
     rows = 32 if kind == "prefill" else _rows_for(group, kind, most=32)
     return TileConfig(rows, 16 if width >= 128 else 32, 8, 2)
 

@@ -1,0 +1,64 @@
+"""`packed_linear`: a linear layer on a CPU whose weight was reordered once for oneDNN's matrix product.
+
+The packed copy is a cache beside the weight, never an input: without one, or after the weight changed, the op
+multiplies with the weight itself and gives the same answer, only slower.
+
+Shape legend: N rows, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnbackend._torch_compat import StorageRef, multiply_packed, pack_weight
+from attnbackend.ops.library import NAMESPACE, define_function
+
+__all__ = ["PackedWeight", "packed_linear"]
+
+
+class PackedWeight:
+    """A packed copy of a weight [O, I], found by the op for as long as this object lives."""
+
+    def __init__(self, weight_OI: Tensor) -> None:
+        self.packed = pack_weight(weight_OI.detach())
+        self._storage = StorageRef(weight_OI.untyped_storage())
+        self._layout = (weight_OI.shape, weight_OI.stride())
+        self._version = _version(weight_OI)
+        _PACKED[weight_OI.data_ptr()] = self
+
+    def is_of(self, weight_OI: Tensor) -> bool:
+        """Whether ``weight_OI`` still is, and holds, what was packed."""
+        return (
+            not self._storage.expired()
+            and self._version == _version(weight_OI)
+            and self._layout == (weight_OI.shape, weight_OI.stride())
+        )
+
+
+_PACKED: weakref.WeakValueDictionary[int, PackedWeight] = weakref.WeakValueDictionary()
+"""By the weight's address."""
+
+
+def _version(x: Tensor) -> int:
+    """Changes with every write in place; inference tensors keep no count."""
+    return -1 if x.is_inference() else x._version
+
+
+def _run(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    packed = _PACKED.get(weight_OI.data_ptr())
+    if packed is None or not packed.is_of(weight_OI):
+        return F.linear(x, weight_OI, bias_O)
+    return multiply_packed(x, packed.packed, bias_O)
+
+
+def _fake(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
+
+
+packed_linear = define_function(
+    f"{NAMESPACE}::packed_linear", "(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", _run, _fake
+)
