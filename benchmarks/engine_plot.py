@@ -69,9 +69,7 @@ def _draw_overhead(axes: Any, overheads: list[dict[str, Any]]) -> None:
     axes.barh(places, direct, label="the implementation itself", color="#c9c9c9")
     axes.barh(places, extra, left=direct, label="added by the op", color=_COLOURS["engine"])
     for i, overhead in enumerate(shown):
-        axes.text(
-            direct[i] + extra[i], i, f" +{overhead['overhead_us']['median']:.1f}", va="center"
-        )
+        axes.text(direct[i] + extra[i], i, f" +{overhead['overhead_us']['median']:.1f}", va="center")
     labels = [o["op"] + (", planned" if o["planned"] else "") for o in shown]
     axes.set_yticks(places, labels)
     axes.set_xlabel("microseconds a call, one token, inference mode")

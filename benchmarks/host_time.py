@@ -39,9 +39,7 @@ class StepTimes:
         return asdict(self)
 
 
-def measure_steps(
-    subject: Subject, requests: Sequence[int], *, steps: int, compile: bool
-) -> list[StepTimes]:
+def measure_steps(subject: Subject, requests: Sequence[int], *, steps: int, compile: bool) -> list[StepTimes]:
     """One engine for all numbers of requests.
 
     Args:

@@ -109,9 +109,7 @@ def _sides(name: str, op: Callable[..., None], step: _Step) -> dict[str, Callabl
     query, key, value, kv_cache, output = step.arguments[:5]
     return {
         "op": lambda: op(*step.arguments, scale=_SCALE, group=0),
-        "direct": lambda: step.impl.forward(
-            query, key, value, kv_cache, step.plan, output, nothing
-        ),
+        "direct": lambda: step.impl.forward(query, key, value, kv_cache, step.plan, output, nothing),
     }
 
 

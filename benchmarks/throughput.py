@@ -115,9 +115,7 @@ def _blocks(subject: Subject, settings: ThroughputSettings, batch: int) -> int:
     return 1 + batch * (1 + -(-longest // 16))
 
 
-def _transformers_side(
-    subject: Subject, settings: ThroughputSettings, batch: int, mode: str
-) -> Generate:
+def _transformers_side(subject: Subject, settings: ThroughputSettings, batch: int, mode: str) -> Generate:
     """`generate` as its documentation advises: sdpa, and for speed a static cache and a compiled forward."""
     model = share_weights(subject.model)
     model.set_attn_implementation("sdpa")

@@ -6,6 +6,9 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: workers that share cores must not spin for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

@@ -72,16 +72,16 @@ def dtypes() -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.float16, torch.bfloat16)
 
 
-def require(backend: str, dtype: torch.dtype = torch.float32) -> None:
-    """Skips, with the reason, where the backend cannot run on this machine."""
-    if DEVICE == "cpu" and backend == "TRITON_ATTN" and dtype is torch.bfloat16:
+def require(backend: str, dtype: torch.dtype = torch.float32, device_type: str = DEVICE) -> None:
+    """Skips, with the reason, where the backend cannot run on this machine's ``device_type``."""
+    if device_type == "cpu" and backend == "TRITON_ATTN" and dtype is torch.bfloat16:
         pytest.skip("Triton's interpreter computes tl.dot on bfloat16 wrongly; needs a CUDA device")
     config = AttentionSelectorConfig.dense(
-        device_type=DEVICE, head_size=64, num_heads=4, num_kv_heads=2, dtype=torch.float32
+        device_type=device_type, head_size=64, num_heads=4, num_kv_heads=2, dtype=torch.float32
     )
     reasons = backend_reasons(backend, config)
     if reasons:
-        pytest.skip(f"{backend} on {DEVICE}: {'; '.join(map(str, reasons))}")
+        pytest.skip(f"{backend} on {device_type}: {'; '.join(map(str, reasons))}")
 
 
 def forward_op(backend: str) -> torch._ops.OpOverload:

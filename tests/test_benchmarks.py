@@ -29,9 +29,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def quick_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     folder = tmp_path_factory.mktemp("results")
-    done = _run(
-        "--quick", "--no-plot", "--output", str(folder), "--name", "quick", "--threads", "1"
-    )
+    done = _run("--quick", "--no-plot", "--output", str(folder), "--name", "quick", "--threads", "1")
     assert done.returncode == 0, done.stderr
     assert [file.name for file in folder.iterdir()] == ["quick.json"]
     return json.loads((folder / "quick.json").read_text()), done.stdout

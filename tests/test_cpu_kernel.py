@@ -135,9 +135,7 @@ def make_batch(case: Case, seed: int = 0) -> Batch:
         values.append(real(value, options["v_scale"]))
     tokens = int(starts[-1]) + case.tail_tokens
     query = torch.randn(tokens, case.heads, case.head_size, generator=generator) * case.spread
-    return Batch(
-        case, query.to(case.dtype), cache, (starts, seq_lens, table), keys, values, options
-    )
+    return Batch(case, query.to(case.dtype), cache, (starts, seq_lens, table), keys, values, options)
 
 
 def real(stored: Tensor, scale: Tensor | None) -> Tensor:
@@ -292,9 +290,7 @@ def test_feature_matches_the_reference(name: str, threads: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, *FP8], ids=str)
-def test_cache_layout_and_dtype_match_the_reference(
-    layout: str, cache_dtype: torch.dtype
-) -> None:
+def test_cache_layout_and_dtype_match_the_reference(layout: str, cache_dtype: torch.dtype) -> None:
     check(Case(layout=layout, cache_dtype=cache_dtype, scales=2, **ALL))
 
 
@@ -305,13 +301,9 @@ def test_head_size_matches_the_reference(head_size: int, cache_dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "cache_dtype", [torch.float32, torch.float16, torch.bfloat16, *FP8], ids=str
-)
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16, *FP8], ids=str)
 @pytest.mark.parametrize("scales", [0, 1, 2], ids=["no scale", "one scale", "scale a head"])
-def test_dtypes_match_the_reference(
-    dtype: torch.dtype, cache_dtype: torch.dtype, scales: int
-) -> None:
+def test_dtypes_match_the_reference(dtype: torch.dtype, cache_dtype: torch.dtype, scales: int) -> None:
     check(Case((1, 9), (40, 30), dtype=dtype, cache_dtype=cache_dtype, scales=scales))
 
 
@@ -362,9 +354,7 @@ def test_output_and_lse_may_have_any_outer_strides() -> None:
     wide_query = torch.randn(tokens, 9, 64)
     wide_query[:, 2:8] = batch.query_THD
     cache = batch.kv_cache
-    paged_attention(
-        wide_query[:, 2:8], cache[:, 0], cache[:, 1], output, *batch.tables, scale=0.125, lse=lse
-    )
+    paged_attention(wide_query[:, 2:8], cache[:, 0], cache[:, 1], output, *batch.tables, scale=0.125, lse=lse)
     assert torch.equal(output, expected_output)
     assert torch.equal(lse, expected_lse)
 
@@ -451,9 +441,7 @@ SOURCES: dict[torch.dtype, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("scale", [None, 0.3, 1.0, 37.5], ids=lambda s: f"scale {s}")
 @pytest.mark.parametrize("source", SOURCES, ids=str)
-@pytest.mark.parametrize(
-    "target", [torch.float32, torch.float16, torch.bfloat16, *FP8], ids=str
-)
+@pytest.mark.parametrize("target", [torch.float32, torch.float16, torch.bfloat16, *FP8], ids=str)
 def test_conversions_equal_torch_bit_for_bit(
     source: torch.dtype, target: torch.dtype, scale: float | None
 ) -> None:
@@ -510,9 +498,7 @@ def test_cache_write_uses_a_scale_for_each_head() -> None:
     key = torch.randn(4, 3, 32)
     cache = torch.zeros(2, 2, 4, 3, 32).to(FP8[0])
     k_scale, v_scale = torch.tensor([0.1, 0.2, 0.4]), torch.tensor([2.0, 3.0, 5.0])
-    cache_write(
-        key, key, cache[:, 0], cache[:, 1], torch.arange(4, 8), k_scale=k_scale, v_scale=v_scale
-    )
+    cache_write(key, key, cache[:, 0], cache[:, 1], torch.arange(4, 8), k_scale=k_scale, v_scale=v_scale)
     for index, scale in enumerate((k_scale, v_scale)):
         expected = stored_by_torch(key, scale.view(3, 1), FP8[0])
         assert torch.equal(cache[1, index].view(torch.uint8), expected.view(torch.uint8))
@@ -531,9 +517,7 @@ def test_hnd_cache_round_trip_uses_the_given_block_size() -> None:
 # ---- faults that people met ----------------------------------------------------------------------
 
 
-def simple(
-    query: Tensor, keys: Tensor, values: Tensor, query_lens: list[int], **options: Any
-) -> Tensor:
+def simple(query: Tensor, keys: Tensor, values: Tensor, query_lens: list[int], **options: Any) -> Tensor:
     """Attention of requests that all read the same [L, Hk, D] keys, one slot a block."""
     rows = len(query_lens)
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
@@ -541,9 +525,7 @@ def simple(
     output = torch.full((query.shape[0], query.shape[1], values.shape[-1]), NAN)
     seq_lens = torch.full((rows,), len(keys)).int()
     options = {"scale": 1.0, **options}
-    paged_attention(
-        query, keys[:, None], values[:, None], output, starts, seq_lens, table, **options
-    )
+    paged_attention(query, keys[:, None], values[:, None], output, starts, seq_lens, table, **options)
     return output
 
 
@@ -654,9 +636,7 @@ def test_b15_causality_is_bottom_right(query_len: int, expected: list[float]) ->
     ("heads", "kv_heads"), [(48, 2), (40, 2), (80, 4), (28, 4), (5, 1), (9, 3), (200, 1)]
 )
 @pytest.mark.parametrize("query_len", [1, 3])
-def test_b17_each_head_uses_the_kv_head_of_its_group(
-    heads: int, kv_heads: int, query_len: int
-) -> None:
+def test_b17_each_head_uses_the_kv_head_of_its_group(heads: int, kv_heads: int, query_len: int) -> None:
     values = torch.arange(kv_heads).float().view(1, -1, 1).expand(4, kv_heads, 32).contiguous()
     query = torch.zeros(query_len, heads, 32)
     output = simple(query, torch.zeros(4, kv_heads, 32), values, [query_len])
@@ -814,9 +794,7 @@ def test_a_failed_build_tells_the_compilers_message_and_leaves_nothing(
     assert os.listdir(tmp_path / "cache") == []
 
 
-def test_a_library_is_built_once_and_appears_whole(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_library_is_built_once_and_appears_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     body = 'echo x >> "$0.log"; for out; do :; done; echo library > "$out"'
     compiler = fake_compiler(tmp_path, body)
     monkeypatch.setenv("CXX", compiler)
@@ -830,9 +808,7 @@ def test_a_library_is_built_once_and_appears_whole(
         _build.load_library()
 
 
-def test_the_cached_name_depends_on_the_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_cached_name_depends_on_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = set()
     for version in ("1.0", "2.0"):
         compiler = fake_compiler(tmp_path, "")

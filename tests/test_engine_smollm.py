@@ -93,7 +93,7 @@ def make_engine(**options: Any) -> Engine:
 def test_twenty_prompts_in_one_batch_give_the_tokens_of_transformers_generate(
     expected: list[list[int]], backend: str, compile: bool, fresh_compiler: None
 ) -> None:  # fmt: skip
-    require(backend)
+    require(backend, device_type="cpu")
     engine = make_engine(backend=backend, compile=compile)
     batch = Batch(engine, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
     actual = batch.run(PROMPTS)
@@ -105,7 +105,7 @@ def test_twenty_prompts_in_one_batch_give_the_tokens_of_transformers_generate(
 
 
 def test_interpreted_triton_gives_the_tokens_of_transformers_generate() -> None:
-    require("TRITON_ATTN")
+    require("TRITON_ATTN", device_type="cpu")
     prompts, max_tokens = (PROMPTS[0], PROMPTS[6]), 3
     expected = [greedy_reference(prompt, max_tokens) for prompt in prompts]
     engine = make_engine(backend="TRITON_ATTN", compile=False, max_num_seqs=2)

@@ -178,9 +178,7 @@ def test_the_dict_is_json_and_says_the_same(cpu_order):
         "text": "block_size=8 (allowed: multiples of 16)",
     }  # fmt: skip
     flex = d["backends"][2]
-    assert flex["changes"] == [
-        {"field": "block_size", "old": 8, "new": 16, "text": "block_size 8 -> 16"}
-    ]
+    assert flex["changes"] == [{"field": "block_size", "old": 8, "new": 16, "text": "block_size 8 -> 16"}]
     assert d["backends"][1]["unavailable"]["value"] == "no library"
 
 

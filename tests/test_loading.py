@@ -103,9 +103,7 @@ def test_a_weight_that_the_file_lacks_is_an_error_and_not_random_numbers(model_c
     weights = load_file(model_copy / "model.safetensors")
     del weights["model.layers.1.self_attn.q_proj.weight"]
     save_file(weights, model_copy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"lacks 1 of the model's weights.*layers\.1\.self_attn\.q_proj"
-    ):
+    with pytest.raises(ValueError, match=r"lacks 1 of the model's weights.*layers\.1\.self_attn\.q_proj"):
         load_model(model_copy, device="cpu")
 
 
@@ -178,9 +176,7 @@ def test_a_missing_extra_names_the_package_and_the_command(gguf_file, monkeypatc
     monkeypatch.setattr(
         loading.importlib.util, "find_spec", lambda name: None if name == missing else found(name)
     )
-    with pytest.raises(
-        ImportError, match=rf"needs {missing}.*pip install 'attnbackend\[transformers\]'"
-    ):
+    with pytest.raises(ImportError, match=rf"needs {missing}.*pip install 'attnbackend\[transformers\]'"):
         load_model(gguf_file, device="cpu")
 
 
@@ -218,9 +214,7 @@ def test_every_shorter_gguf_file_is_refused_at_once(gguf_file):
 def test_a_cut_off_gguf_file_states_both_sizes(gguf_file):
     whole = gguf_file.stat().st_size
     cut(gguf_file, whole - 64)
-    with pytest.raises(
-        ValueError, match=rf"tiny\.gguf is cut off: it has {whole - 64} bytes.*says {whole}"
-    ):
+    with pytest.raises(ValueError, match=rf"tiny\.gguf is cut off: it has {whole - 64} bytes.*says {whole}"):
         load_model(gguf_file, device="cpu")
 
 

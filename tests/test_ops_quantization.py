@@ -99,7 +99,8 @@ def test_opcheck_and_the_state_audit_pass_with_every_optional_tensor(backend: st
         b = _batch()
         args, kwargs = _call(
             b, output=torch.full(b.output.shape, 1, dtype=torch.uint8, device=DEVICE),
-            q_scale=one, k_scale=one, v_scale=one, alibi_slopes=torch.full((HEADS,), 0.1, device=DEVICE), **scales,
+            q_scale=one, k_scale=one, v_scale=one,
+            alibi_slopes=torch.full((HEADS,), 0.1, device=DEVICE), **scales,
         )  # fmt: skip
         torch.library.opcheck(forward_op(backend), tuple(args), kwargs)
         audit_op(forward_op(backend), args, kwargs).assert_ok()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -117,3 +119,16 @@ def test_equal_layers_compile_once(fresh_compiler: None) -> None:
             layer.compile(backend=counter, fullgraph=True)
         torch.testing.assert_close(model(x), expected)
     assert counter.frame_count == 1
+
+
+def test_a_copied_model_has_nothing_packed_and_the_same_answer() -> None:
+    model, x = _model(), torch.randn(3, 48)
+    pack_linears(model, MANY)
+    twin = copy.deepcopy(model)
+    assert pickle.loads(pickle.dumps(model))[0].packed_weight is None
+    with torch.no_grad():
+        torch.testing.assert_close(twin(x), model(x))
+        twin[0].weight.zero_()
+        assert torch.equal(twin[0](x), twin[0].bias.expand(3, -1))
+    unpack_linears(twin)
+    assert type(twin[0]) is nn.Linear

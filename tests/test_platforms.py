@@ -68,9 +68,7 @@ def poison(monkeypatch, *names):
 @pytest.mark.parametrize("device_type", ["cpu", "xpu", "meta"])
 def test_another_device_does_not_wake_cuda(monkeypatch, device_type):
     poison(monkeypatch, "is_available", "get_device_capability", "init")
-    assert current_platform(device_type) == Platform(
-        device_type, None, torch.version.hip is not None
-    )
+    assert current_platform(device_type) == Platform(device_type, None, torch.version.hip is not None)
 
 
 def test_cuda_gives_its_capability(monkeypatch):

@@ -152,9 +152,7 @@ def test_a_registration_that_makes_no_sense_is_refused(arguments, match):
 def test_a_name_is_registered_once_unless_overriding_is_asked_for():
     first = register_backend()(make_backend("TOY_C"))
     second = make_backend("TOY_C")
-    with pytest.raises(
-        ValueError, match=r"'TOY_C' is registered already as toy_backends.*override"
-    ):
+    with pytest.raises(ValueError, match=r"'TOY_C' is registered already as toy_backends.*override"):
         register_backend()(second)
     with pytest.raises(ValueError, match="registered already"):
         register_backend("TOY_C", "a.b.C")

@@ -135,9 +135,7 @@ def test_no_prompts_give_no_results() -> None:
 
 def test_streamed_tokens_and_text_join_to_the_final_output() -> None:
     engine = toy_engine(ToyRunner(vocab_size=300), ByteTokenizer())
-    ids = [
-        engine.add_request(p, SamplingParams(max_tokens=20, ignore_eos=True)) for p in ("ab", "c")
-    ]
+    ids = [engine.add_request(p, SamplingParams(max_tokens=20, ignore_eos=True)) for p in ("ab", "c")]
     steps: list[StepOutput] = []
     while engine.has_unfinished():
         steps += engine.step()

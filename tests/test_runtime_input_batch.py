@@ -26,9 +26,7 @@ def make_batch(block_size: int = BLOCK) -> InputBatch:
     )
 
 
-def make_request(
-    name: str, prompt_len: int, total: int, computed: int, blocks: list[int]
-) -> Request:
+def make_request(name: str, prompt_len: int, total: int, computed: int, blocks: list[int]) -> Request:
     token_ids = [random.Random(f"{name} {i}").randrange(1000) for i in range(total)]
     return Request(name, None, prompt_len, token_ids, SamplingParams(), 0, 0, computed, blocks)
 
@@ -146,9 +144,7 @@ def test_every_field_of_random_batches_equals_a_naive_loop(seed: int) -> None:
 def test_dtypes_and_sizes_are_those_of_the_contract() -> None:
     request = make_request("a", 3, 3, 0, [5])
     prepared = make_batch().prepare([ScheduledRequest(request, 3)])
-    found = {
-        name: (t.dtype, tuple(t.shape)) for name, t in vars(prepared).items() if hasattr(t, "dtype")
-    }
+    found = {name: (t.dtype, tuple(t.shape)) for name, t in vars(prepared).items() if hasattr(t, "dtype")}
     assert found == {
         "input_ids": (torch.int64, (MAX_TOKENS,)),
         "positions": (torch.int64, (MAX_TOKENS,)),
@@ -161,9 +157,7 @@ def test_dtypes_and_sizes_are_those_of_the_contract() -> None:
         "seq_lens_cpu": (torch.int32, (MAX_REQS,)),
         "is_prefilling_cpu": (torch.bool, (MAX_REQS,)),
     }
-    assert all(
-        getattr(prepared, n).data_ptr() % 16 == 0 for n in ("positions", "seq_lens", "input_ids")
-    )
+    assert all(getattr(prepared, n).data_ptr() % 16 == 0 for n in ("positions", "seq_lens", "input_ids"))
 
 
 def test_slots_beyond_32_bits_are_exact() -> None:
@@ -189,9 +183,7 @@ def test_a_one_token_step_inside_the_prompt_is_no_decode() -> None:
     recompute = make_request("recompute", 2, 9, 3, [5, 6, 7])
     requests = [decode, last_chunk, one_token_prompt, recompute]
     prepared = make_batch().prepare([ScheduledRequest(r, 1) for r in requests])
-    assert prepared.is_prefilling_cpu.tolist() == [False, True, True, True] + [False] * (
-        MAX_REQS - 4
-    )
+    assert prepared.is_prefilling_cpu.tolist() == [False, True, True, True] + [False] * (MAX_REQS - 4)
     assert (prepared.num_decodes, prepared.is_pure_decode) == (1, False)
     assert prepared.sampled_rows == (0, 1, 2)
     assert make_batch().prepare([ScheduledRequest(decode, 1)]).is_pure_decode
@@ -223,8 +215,7 @@ def test_preparing_eight_decodes_takes_well_under_a_millisecond() -> None:
         device=torch.device("cpu"),
     )
     requests = [
-        Request(f"r{i}", None, 900, [1] * 901, SamplingParams(), 0, i, 900, [*range(1, 70)])
-        for i in range(8)
+        Request(f"r{i}", None, 900, [1] * 901, SamplingParams(), 0, i, 900, [*range(1, 70)]) for i in range(8)
     ]
     seconds = []
     for _ in range(100):

@@ -56,9 +56,7 @@ def test_kept_sets_equal_a_slow_independent_reading(dtype: torch.dtype, has_ties
         found = filter_logits(logits, params)
         assert torch.equal(logits, before), "the caller's logits were changed"
         for row in range(6):
-            assert kept_set(found[row]) == kept_slowly(logits[row].tolist(), params[row]), params[
-                row
-            ]
+            assert kept_set(found[row]) == kept_slowly(logits[row].tolist(), params[row]), params[row]
             kept = found[row] > -torch.inf
             assert torch.equal(found[row][kept], logits[row][kept])
 

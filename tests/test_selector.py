@@ -154,9 +154,7 @@ def test_a_named_backend_whose_class_cannot_be_imported_is_a_value_error_with_th
 
 @pytest.mark.parametrize("name", ["CUSTOM", "MAMBA_CUSTOM"])
 def test_a_named_member_without_a_class_says_what_to_do(name):
-    with pytest.raises(
-        ValueError, match=f"'{name}', named by the caller: .*not implemented; regis"
-    ):
+    with pytest.raises(ValueError, match=f"'{name}', named by the caller: .*not implemented; regis"):
         select_backend(config(), backend=name)
 
 
@@ -299,9 +297,7 @@ def test_dense_states_each_field_once_and_refuses_unknown_ones():
     with pytest.raises(TypeError, match="has_sink"):
         config(has_sink=True)
     with pytest.raises(TypeError, match="num_kv_heads"):
-        AttentionSelectorConfig.dense(
-            device_type="cpu", head_size=64, num_heads=8, dtype=torch.float32
-        )
+        AttentionSelectorConfig.dense(device_type="cpu", head_size=64, num_heads=8, dtype=torch.float32)
 
 
 def test_dense_detects_the_capability_unless_it_is_given(monkeypatch):

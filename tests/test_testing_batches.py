@@ -306,8 +306,7 @@ def test_soft_cap_probe_brings_logits_beyond_the_cap() -> None:
 
 def test_ids_are_readable_and_name_what_differs() -> None:
     assert CASE.id == (
-        "fp32-4x2heads_of_32-pages_of_4_NHD-query_1.0.5.3.1_after_20.9.0.14.-1"
-        "-2_padded_rows-3_padded_tokens"
+        "fp32-4x2heads_of_32-pages_of_4_NHD-query_1.0.5.3.1_after_20.9.0.14.-1-2_padded_rows-3_padded_tokens"
     )
     assert FP8.id.endswith("-cache_fp8-2_padded_rows-3_padded_tokens-k_scale_0.5-v_scale_(0.3,2.0)")
     assert len({case.id for case in VARIANTS}) == len(VARIANTS)

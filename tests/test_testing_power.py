@@ -166,9 +166,7 @@ def judge(
 ) -> list[RuleReport]:
     return [
         assert_within_rule(got, exact, yardstick, what=what, by=by)
-        for what, got, exact, yardstick in zip(
-            ("output", "lse"), result, *answers(case), strict=True
-        )
+        for what, got, exact, yardstick in zip(("output", "lse"), result, *answers(case), strict=True)
     ]
 
 
@@ -200,18 +198,14 @@ def test_the_rule_rejects_every_mutant(case: AttentionCase, mutant: Mutant, seed
     ],
     ids=lambda case: case.id,
 )
-def test_the_rule_accepts_the_honest_result(
-    case: AttentionCase, by: Literal["tensor", "row"]
-) -> None:
+def test_the_rule_accepts_the_honest_result(case: AttentionCase, by: Literal["tensor", "row"]) -> None:
     output, lse = judge(result_of(honest, case), case, by)
     assert output.ratio < 0.3
     assert lse.ratio < 0.01
 
 
 @pytest.mark.parametrize(("case", "mutant"), PROBING, ids=name_of)
-def test_probing_inputs_make_a_mutant_obvious_in_the_output(
-    case: AttentionCase, mutant: Mutant
-) -> None:
+def test_probing_inputs_make_a_mutant_obvious_in_the_output(case: AttentionCase, mutant: Mutant) -> None:
     result = result_of(mutant, case)
     assert output_error(result, case) > 0.1
     with pytest.raises(AssertionError, match=r"^output: .* ratio [0-9]{2,}"):
@@ -235,9 +229,7 @@ def test_unit_normal_outputs_cannot_show_an_ignored_soft_cap() -> None:
     ],
     ids=name_of,
 )
-def test_flat_tolerances_let_the_mutant_pass(
-    flat: float, case: AttentionCase, mutant: Mutant
-) -> None:
+def test_flat_tolerances_let_the_mutant_pass(flat: float, case: AttentionCase, mutant: Mutant) -> None:
     assert output_error(result_of(mutant, case), case) < flat
 
 

@@ -67,9 +67,7 @@ def test_soft_cap_applies_after_scale() -> None:
 def test_stored_keys_and_values_are_multiplied_by_their_scales(format_: torch.dtype) -> None:
     arguments = one_request([1.0], [4.0, 0.0], [2.0, 0.0], format_)
     k_scale, v_scale = torch.tensor([0.25]), torch.tensor([0.5])
-    assert outputs(arguments, k_scale=k_scale, v_scale=v_scale)[0] == pytest.approx(
-        0.731059, abs=1e-6
-    )
+    assert outputs(arguments, k_scale=k_scale, v_scale=v_scale)[0] == pytest.approx(0.731059, abs=1e-6)
     assert outputs(arguments)[0] == pytest.approx(1.964028, abs=1e-6)
 
 
@@ -214,9 +212,7 @@ def test_a_write_rounds_to_even_saturates_and_leaves_the_rest_alone() -> None:
     ("format_", "largest"),
     [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0), (torch.float16, 65504.0)],
 )
-def test_a_write_saturates_at_the_largest_finite_value(
-    format_: torch.dtype, largest: float
-) -> None:
+def test_a_write_saturates_at_the_largest_finite_value(format_: torch.dtype, largest: float) -> None:
     """A plain conversion gives infinity in the last two."""
     cache = torch.zeros(1, 2, 1, 1, 1).to(format_)
     huge = torch.full((1, 1, 1), 1e6)

@@ -29,9 +29,7 @@ def f64(*values: float) -> Tensor:
         (0.0, torch.float32, 0.0),
     ],
 )
-def test_ulp_is_the_gap_between_neighbours(
-    magnitude: float, dtype: torch.dtype, expected: float
-) -> None:
+def test_ulp_is_the_gap_between_neighbours(magnitude: float, dtype: torch.dtype, expected: float) -> None:
     assert ulp_at(magnitude, dtype) == expected
 
 

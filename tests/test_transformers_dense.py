@@ -61,7 +61,7 @@ def generate(model: Any, **inputs: Any) -> list[list[int]]:
 def test_generate_gives_the_tokens_of_eager_attention_for_a_left_padded_batch(
     name: str, backend: str
 ) -> None:
-    require(backend)
+    require(backend, device_type="cpu")
     inputs = padded_batch(left=True)
     with set_config(backend=backend):
         assert generate(dense_model(name), **inputs) == generate(eager_model(name), **inputs)
@@ -192,7 +192,7 @@ def test_engines_of_one_model_do_not_share_what_they_compiled(
     monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
 ) -> None:  # fmt: skip
     """Five engines of two graphs each stay within Dynamo's recompile limit; an eager one compiles nothing."""
-    require("CPU_ATTN")
+    require("CPU_ATTN", device_type="cpu")
     monkeypatch.setattr(integration, "make_compiler", partial(make_compiler, compiler="aot_eager"))
     model, params = make_model("llama"), SamplingParams(max_tokens=3, ignore_eos=True)
     answers = []

@@ -143,7 +143,7 @@ def _judge_kind(kind: str, served: Served, sequences: dict[str, Any]) -> RuleRep
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "CPU_ATTN"])
 @pytest.mark.parametrize("name", ZOO)
 def test_served_logits_equal_eager_ones_in_every_kind_of_batch(name: str, backend: str) -> None:
-    require(backend)
+    require(backend, device_type="cpu")
     model, reference = model_and_reference(name)
     served = serve(make_engine(model, backend))
     assert {row.kind for row in served.rows} == KINDS
@@ -153,7 +153,7 @@ def test_served_logits_equal_eager_ones_in_every_kind_of_batch(name: str, backen
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_served_logits_equal_eager_ones_on_interpreted_triton(name: str) -> None:
-    require("TRITON_ATTN")
+    require("TRITON_ATTN", device_type="cpu")
     model, reference = model_and_reference(name)
     served = serve(make_engine(model, "TRITON_ATTN"), long=20, answer=2)
     assert {row.kind for row in served.rows} == KINDS
@@ -208,7 +208,7 @@ def test_compiled_models_give_the_same_logits(
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "CPU_ATTN"])
 def test_a_model_compiled_by_inductor_gives_the_same_logits(backend: str, fresh_compiler: None) -> None:
-    require(backend)
+    require(backend, device_type="cpu")
     model, reference = make_model("gemma2"), model_and_reference("gemma2")[1]
     served = serve(make_engine(model, backend, compile=True))
     assert set(judge(served, reference)) == KINDS

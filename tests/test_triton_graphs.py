@@ -96,8 +96,7 @@ class Buffers:
             "lse": ((g.tokens, HEADS), torch.float32),
         }
         self.tensors = {
-            name: torch.zeros(shape, dtype=kind, device=self.device)
-            for name, (shape, kind) in shapes.items()
+            name: torch.zeros(shape, dtype=kind, device=self.device) for name, (shape, kind) in shapes.items()
         }
         if self.features.extras:
             heads, kv_heads = torch.arange(HEADS), torch.arange(KV_HEADS)
@@ -144,9 +143,7 @@ class Buffers:
     def _slots(self, step: Step, table: torch.Tensor) -> torch.Tensor:
         slots = torch.full((self.graph.tokens,), -1)
         token = 0
-        for row, (query, context) in enumerate(
-            zip(step.query_lens, step.context_lens, strict=True)
-        ):
+        for row, (query, context) in enumerate(zip(step.query_lens, step.context_lens, strict=True)):
             for position in range(context, context + query):
                 if position >= 0:
                     slots[token] = table[row, position // PAGE] * PAGE + position % PAGE

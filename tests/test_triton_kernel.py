@@ -121,9 +121,7 @@ def poison(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.full(shape, NAN, dtype=dtype, device=DEVICE)
 
 
-def make_cache(
-    layout: str, blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype
-) -> torch.Tensor:
+def make_cache(layout: str, blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
     """A NaN-filled logical cache [B, 2, S, Hk, D] in one of the physical layouts."""
     if layout == "NHD":
         return poison((blocks, 2, size, heads, dim), dtype)
@@ -158,9 +156,7 @@ def make_batch(
     cache = make_cache(layout, needed + 3, block_size, kv_heads, max(dim, value_dim), cache_dtype)
     k_BSHD, v_BSHD = cache[:, 0][..., :dim], cache[:, 1][..., :value_dim]
     table = torch.zeros(len(rows), width, dtype=torch.int32)
-    scales = [
-        None if s is None else torch.tensor(s, dtype=F32, device=DEVICE) for s in (k_scale, v_scale)
-    ]
+    scales = [None if s is None else torch.tensor(s, dtype=F32, device=DEVICE) for s in (k_scale, v_scale)]
     starts = torch.tensor([0, *(n for n, _ in rows)]).cumsum(0).to(torch.int32)
     tokens = int(starts[-1]) + tail
     query = torch.randn(tokens, heads, dim, generator=rng).to(DEVICE, dtype)
@@ -216,9 +212,7 @@ def run(kernel: Any, batch: Batch, options: Options, **extra: Any) -> tuple[torc
     return out, lse
 
 
-def assert_close(
-    found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype
-) -> None:
+def assert_close(found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> None:
     """Error at most twice that of plain PyTorch in the same dtype, plus an ulp of the largest."""
     empty = exact == -INF
     assert torch.equal(found == -INF, empty)
@@ -279,9 +273,7 @@ def test_feature_equals_dense_attention(
 
 @pytest.mark.parametrize(("kernel", "rows", "extra"), BATCHES)
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
-def test_feature_with_steps_of_16_keys(
-    kernel: Any, rows: Any, extra: Any, options: Options
-) -> None:
+def test_feature_with_steps_of_16_keys(kernel: Any, rows: Any, extra: Any, options: Options) -> None:
     """Small steps leave whole steps outside, inside and across the edges of every mask."""
     rows = [(n, length + 16 * (length > 20)) for n, length in rows]
     check(kernel, make_batch(rows), options, tile=SMALL_STEPS, **extra)
@@ -338,9 +330,7 @@ def test_float8_cache(
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"), [(F16, F32), (F32, F16), (F16, BF16), (BF16, BF16), (BF16, E4M3)]
 )
-def test_dtype_pair(
-    kernel: Any, rows: Any, extra: Any, dtype: torch.dtype, cache_dtype: torch.dtype
-) -> None:
+def test_dtype_pair(kernel: Any, rows: Any, extra: Any, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     check(kernel, make_batch(rows, dtype=dtype, cache_dtype=cache_dtype), **extra)
 
 
@@ -364,9 +354,7 @@ def test_strided_query_output_and_lse() -> None:
 
 
 @triton.jit
-def soft_cap_kernel(
-    x_ptr: tl.tensor, out_ptr: tl.tensor, soft_cap: tl.tensor, PRECISE: tl.constexpr
-) -> None:
+def soft_cap_kernel(x_ptr: tl.tensor, out_ptr: tl.tensor, soft_cap: tl.tensor, PRECISE: tl.constexpr) -> None:
     score = tl.load(x_ptr + tl.arange(0, 1024))
     tl.store(out_ptr + tl.arange(0, 1024), soft_capped(score, score / soft_cap, soft_cap, PRECISE))
 
@@ -507,10 +495,7 @@ def tiny(
         cache = torch.full((2, 16, 1, 32), rest, device=DEVICE).to(cache_dtype)
         cache[1, : len(given)] = lanes(given, cache_dtype)
         caches.append(cache)
-    ints = [
-        torch.tensor(x, dtype=torch.int32, device=DEVICE)
-        for x in ([0, len(query)], [len(keys)], [[1]])
-    ]
+    ints = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, len(query)], [len(keys)], [[1]])]
     return Batch(lanes(query), caches[0], caches[1], ints[0], ints[1], ints[2])
 
 
@@ -551,9 +536,7 @@ def test_both_cache_scales_apply(kernel: Any) -> None:
 @BOTH
 @pytest.mark.parametrize("rest", [NAN, INF, -INF])
 @pytest.mark.parametrize("cache_dtype", [F32, F16, E5M2], ids=str)
-def test_memory_past_the_sequence_does_not_matter(
-    kernel: Any, rest: float, cache_dtype: torch.dtype
-) -> None:
+def test_memory_past_the_sequence_does_not_matter(kernel: Any, rest: float, cache_dtype: torch.dtype) -> None:
     assert first_lane(kernel, tiny([1], [1], [1], cache_dtype, rest)) == [1.0]
 
 

@@ -34,7 +34,7 @@ class BatchMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
 
 
 class StandardImpl(AttentionImpl):
-    """An implementation whose kernel takes no query scale and writes no quantised output: both are done around it."""
+    """For kernels that take no query scale and write no quantised output: both are done around them."""
 
     def forward(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,

@@ -33,9 +33,7 @@ def _print_version(wanted: bool) -> None:
 def _common(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
-        ),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     """Attention backends for torch.compile: run a model, list backends, explain a choice."""

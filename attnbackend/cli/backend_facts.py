@@ -93,9 +93,7 @@ def backend_facts(name: str) -> BackendFacts:
     except Exception as error:  # a broken plugin must not hide the others
         return BackendFacts(status="unavailable", reason=_reason(error), **known)
     reason = _unready_reason(cls)
-    return BackendFacts(
-        status="unavailable" if reason else "ready", reason=reason, **known, **_claims(cls)
-    )
+    return BackendFacts(status="unavailable" if reason else "ready", reason=reason, **known, **_claims(cls))
 
 
 def present_device_types() -> tuple[str, ...]:

@@ -57,9 +57,7 @@ def explain(
         typer.Option(help="float32, bfloat16, float16 or auto: float32 on CPUs, else bfloat16."),
     ] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="Such as fp8. auto: as --dtype.")] = "auto",
-    block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a block. Default: left open.")
-    ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens a block. Default: left open.")] = None,
     sliding_window: Annotated[
         int | None, typer.Option(min=1, help="Keys a token sees, itself included.")
     ] = None,
@@ -117,8 +115,7 @@ def _of_model(model: Path, layer: dict[str, Any], common: dict[str, Any]) -> lis
     given = [name for name, value in layer.items() if value != _NOT_ASKED[name]]
     if given:
         raise UserError(
-            f"--model says {', '.join(given)} itself; leave that out, or describe a layer without "
-            "--model"
+            f"--model says {', '.join(given)} itself; leave that out, or describe a layer without --model"
         )
     return layer_kinds(model, common)
 

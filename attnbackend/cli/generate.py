@@ -65,9 +65,7 @@ def generate(
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of prompt and output together.")
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Of the weights: float32, bfloat16, float16 or auto.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16 or auto.")] = "auto",
     device: Annotated[
         str | None, typer.Option(help="Such as cuda or cpu. Default: CUDA where there is one.")
     ] = None,
@@ -158,9 +156,7 @@ def _plain_ids(loaded: LoadedModel, prompt: str) -> list[int]:
 def _chat_ids(loaded: LoadedModel, prompt: str) -> list[int]:
     tokenizer = loaded.tokenizer
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            f"--chat: the tokenizer of {loaded.name} has no chat template; leave --chat out"
-        )
+        raise UserError(f"--chat: the tokenizer of {loaded.name} has no chat template; leave --chat out")
     message = {"role": "user", "content": prompt}
     ids = tokenizer.apply_chat_template(
         [message], add_generation_prompt=True, tokenize=True, return_dict=False

@@ -37,9 +37,7 @@ def attend_dense(
     """
     q_BNHD, k_BLKD, v_BLKD = (x.transpose(1, 2) for x in (query, key, value))
     if mask is None:
-        return _attend_packed(q_BNHD.flatten(0, 1), k_BLKD, v_BLKD, None, None, features).view(
-            q_BNHD.shape
-        )
+        return _attend_packed(q_BNHD.flatten(0, 1), k_BLKD, v_BLKD, None, None, features).view(q_BNHD.shape)
     order_BL = mask.int().argsort(dim=1, descending=True, stable=True)
     k_BLKD, v_BLKD = (x.take_along_dim(order_BL[..., None, None], dim=1) for x in (k_BLKD, v_BLKD))
     query_mask_BN = mask[:, -query.shape[2] :]

@@ -92,8 +92,7 @@ def _check(cursor: _Cursor) -> None:
     needed = -(-cursor.position // alignment) * alignment + end
     if cursor.size < needed:
         raise _Broken(
-            f"is cut off: it has {cursor.size} bytes and its header says {needed}; copy or "
-            "download it again"
+            f"is cut off: it has {cursor.size} bytes and its header says {needed}; copy or download it again"
         )
 
 
@@ -133,9 +132,7 @@ def _tensor_end(cursor: _Cursor) -> int:
     name = cursor.string()
     (num_dims,) = cursor.numbers("I")
     if not 0 < num_dims <= _MAX_DIMS:
-        raise _Broken(
-            f"is damaged: tensor {name!r} has {num_dims} dimensions; 1 to {_MAX_DIMS} are allowed"
-        )
+        raise _Broken(f"is damaged: tensor {name!r} has {num_dims} dimensions; 1 to {_MAX_DIMS} are allowed")
     dims = cursor.numbers(f"{num_dims}Q")
     kind, offset = cursor.numbers("IQ")
     sizes = _block_sizes()

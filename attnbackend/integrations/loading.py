@@ -161,8 +161,7 @@ def _in_folder(folder: Path) -> ModelFiles:
         return ModelFiles(folder, ggufs[0])
     if ggufs:
         raise ValueError(
-            f"folder {str(folder)!r} holds {len(ggufs)} GGUF files; name one of them: "
-            f"{', '.join(ggufs)}"
+            f"folder {str(folder)!r} holds {len(ggufs)} GGUF files; name one of them: {', '.join(ggufs)}"
         )
     raise ValueError(
         f"folder {str(folder)!r} holds neither config.json nor a .gguf file; give a folder that "
@@ -232,9 +231,7 @@ def _checked_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
     raise ValueError(f"dtype={dtype!r} is not allowed; allowed: auto, float32, float16, bfloat16")
 
 
-def _resolved_dtype(
-    dtype: torch.dtype | str, files: ModelFiles, device: torch.device
-) -> torch.dtype | str:
+def _resolved_dtype(dtype: torch.dtype | str, files: ModelFiles, device: torch.device) -> torch.dtype | str:
     if dtype != "auto":
         return dtype
     if device.type == "cpu":

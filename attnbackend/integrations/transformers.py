@@ -250,7 +250,7 @@ class _CompiledLayer:
 
 
 def _release(model: nn.Module, owner: object = None) -> None:
-    """Takes the caches, compiled layers and packed weights of the engine ``owner`` from the model; None: of any."""
+    """Takes what the engine ``owner`` put into the model out of it; None: whichever engine did."""
     if owner not in (None, model.__dict__.get(_OWNER)):
         return
     model.__dict__.pop(_OWNER, None)

@@ -14,7 +14,7 @@ __all__ = ["PackedLinear", "pack_linears", "unpack_linears"]
 class PackedLinear(nn.Linear):
     """A linear layer that multiplies with a packed copy of its weight, except where gradients are wanted."""
 
-    packed_weight: PackedWeight
+    packed_weight: PackedWeight | None
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled():

@@ -264,7 +264,7 @@ def run_attention(name: str | None, call: AttentionCall) -> None:
     bound = _ATTENTION.get(key) or _remember(_ATTENTION, key, _bind_attention(name, call))
     checks.check_attention_tokens(call)
     if debug_checks_enabled():
-        checks.check_block_table(call, bound.dims)
+        checks.check_rows(call, bound.dims)
     if call.query.shape[0]:
         bound.run(call)
 

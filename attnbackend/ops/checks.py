@@ -20,7 +20,7 @@ from attnbackend.types import AttentionType
 __all__ = [
     "check_attention",
     "check_attention_tokens",
-    "check_block_table",
+    "check_rows",
     "check_slots",
     "check_update",
     "check_update_tokens",
@@ -207,35 +207,40 @@ def check_update_tokens(call: KVCacheUpdateCall) -> None:
             _fail(f"rows of {what}", x.shape[0], f"{tokens}, as key")
 
 
-def check_block_table(call: AttentionCall, dims: KVCacheDims) -> None:
-    """Debug: every block that a request needs lies inside the cache. Waits for the device."""
-    lens = call.seq_lens.cpu().long()
-    table = call.block_table.cpu()
-    width = table.shape[1]
-    needed_R = (lens + dims.block_size - 1) // dims.block_size
-    if bool((needed_R > width).any()):
-        row = int((needed_R > width).nonzero()[0])
-        _fail(
-            f"seq_lens[{row}]",
-            int(lens[row]),
-            f"at most {width * dims.block_size}, what block_table's width {width} holds",
-        )
-    used = torch.arange(width) < needed_R.unsqueeze(1)
-    wrong = used & ((table < 0) | (table >= dims.num_blocks))
-    if bool(wrong.any()):
-        row, column = (int(i) for i in wrong.nonzero()[0])
-        _fail(
-            f"block_table[{row}, {column}]",
-            int(table[row, column]),
-            f"0 to {dims.num_blocks - 1}, the cache's blocks",
-        )
+def check_rows(call: AttentionCall, dims: KVCacheDims) -> None:
+    """Debug: requests lie within the tokens, their blocks within the cache. Waits for the device."""
+    _check_query_start_loc(call.query_start_loc.cpu(), call.query.shape[0])
+    lens_R, table = call.seq_lens.cpu().long(), call.block_table.cpu()
+    limit = table.shape[1] * dims.block_size
+    if row := _first((lens_R < 0) | (lens_R > limit)):
+        allowed = f"0 or more and at most {limit}, what block_table's width {table.shape[1]} holds"
+        _fail(f"seq_lens[{row[0]}]", int(lens_R[row]), allowed)
+    needed_R = (lens_R + dims.block_size - 1) // dims.block_size
+    used = torch.arange(table.shape[1]) < needed_R.unsqueeze(1)
+    if place := _first(used & ((table < 0) | (table >= dims.num_blocks))):
+        name = f"block_table[{place[0]}, {place[1]}]"
+        _fail(name, int(table[place]), f"0 to {dims.num_blocks - 1}, the cache's blocks")
+
+
+def _check_query_start_loc(starts: Tensor, tokens: int) -> None:
+    if int(starts[0]) != 0:
+        _fail("query_start_loc[0]", int(starts[0]), "0")
+    if row := _first(starts.diff() < 0):
+        _fail(f"query_start_loc[{row[0] + 1}]", int(starts[row[0] + 1]), "no less than the one before it")
+    if int(starts[-1]) > tokens:
+        _fail("query_start_loc[-1]", int(starts[-1]), f"at most {tokens}, the rows of query")
+
+
+def _first(wrong: Tensor) -> tuple[int, ...] | None:
+    """Index of the first True, or None."""
+    found = wrong.nonzero()
+    return tuple(found[0].tolist()) if len(found) else None
 
 
 def check_slots(call: KVCacheUpdateCall, dims: KVCacheDims) -> None:
     """Debug: every slot lies inside the cache. Waits for the device."""
     slots = call.slot_mapping.cpu()
     limit = dims.num_blocks * dims.block_size
-    wrong = (slots < -1) | (slots >= limit)
-    if bool(wrong.any()):
-        token = int(wrong.nonzero()[0])
-        _fail(f"slot_mapping[{token}]", int(slots[token]), f"-1 (do not write) or 0 to {limit - 1}")
+    if place := _first((slots < -1) | (slots >= limit)):
+        name = f"slot_mapping[{place[0]}]"
+        _fail(name, int(slots[place]), f"-1 (do not write) or 0 to {limit - 1}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,6 +28,10 @@ class PackedWeight:
         self._layout = (weight_OI.shape, weight_OI.stride())
         self._version = _version(weight_OI)
         _PACKED[weight_OI.data_ptr()] = self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copied or unpickled layer has a weight of its own, which nobody packed."""
+        return type(None), ()
 
     def is_of(self, weight_OI: Tensor) -> bool:
         """Whether ``weight_OI`` still is, and holds, what was packed."""

@@ -175,8 +175,7 @@ class EngineCore:
         progress = self._progress.get(request_id)
         if progress is None:
             raise ValueError(
-                f"abort: no unfinished request {request_id!r}; unfinished are "
-                f"{sorted(self._progress)}"
+                f"abort: no unfinished request {request_id!r}; unfinished are {sorted(self._progress)}"
             )
         output = progress.abort()
         self._retire(progress.request)
@@ -201,9 +200,7 @@ class EngineCore:
         except (ValueError, TypeError) as error:
             raise type(error)(f"generate: prompt {index}: {error}") from error
 
-    def _queue(
-        self, request_id: str, prompt: Prompt, token_ids: list[int], params: SamplingParams
-    ) -> None:
+    def _queue(self, request_id: str, prompt: Prompt, token_ids: list[int], params: SamplingParams) -> None:
         request = Request(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
@@ -281,9 +278,7 @@ def _require_positive(name: str, value: int) -> None:
         raise ValueError(f"Engine: {name}={value} is not allowed; it must be at least 1")
 
 
-def _eos_ids(
-    given: Iterable[int] | None, tokenizer: Tokenizer | None, vocab_size: int
-) -> frozenset[int]:
+def _eos_ids(given: Iterable[int] | None, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
     if given is None:
         found = getattr(tokenizer, "eos_token_id", None)
         given = () if found is None else (found,) if isinstance(found, int) else found
@@ -297,9 +292,7 @@ def _eos_ids(
     return eos_ids
 
 
-def _params_for(
-    prompts: Sequence[Prompt], sampling_params: ParamsForPrompts
-) -> list[SamplingParams]:
+def _params_for(prompts: Sequence[Prompt], sampling_params: ParamsForPrompts) -> list[SamplingParams]:
     if sampling_params is None:
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):

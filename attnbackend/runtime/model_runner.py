@@ -238,7 +238,7 @@ def _blocks_that_fit(
     fitting = budget // page_bytes
     if fitting < 2:
         raise ValueError(
-            f"a cache block of all layers takes {page_bytes} bytes and only {budget} may be used on {device}; "
+            f"a cache block of all layers takes {page_bytes} bytes and {budget} may be used on {device}; "
             "free memory, or choose a smaller kv_cache_dtype or block_size"
         )
     return min(wanted, fitting)

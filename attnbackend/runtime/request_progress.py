@@ -18,9 +18,7 @@ class RequestProgress:
         stream: its text, None without a tokenizer.
     """
 
-    def __init__(
-        self, request: Request, stop_ids: frozenset[int], stream: TextStream | None
-    ) -> None:
+    def __init__(self, request: Request, stop_ids: frozenset[int], stream: TextStream | None) -> None:
         self.request = request
         self._stop_ids = stop_ids
         self._stream = stream

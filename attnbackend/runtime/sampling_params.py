@@ -89,9 +89,7 @@ class SamplingParams:
         for holds, name, allowed in rules:
             if not holds:
                 value = getattr(self, name)
-                raise ValueError(
-                    f"SamplingParams: {name}={value} is not allowed; it must be {allowed}"
-                )
+                raise ValueError(f"SamplingParams: {name}={value} is not allowed; it must be {allowed}")
 
     def _check_stops(self) -> None:
         for index, text in enumerate(self.stop):

@@ -74,9 +74,7 @@ class AuditLedger:
         excuse: arguments that no call need pass or write.
     """
 
-    def __init__(
-        self, *, allow: Sequence[AllowedWrite] = (), excuse: Sequence[AllowedArgument] = ()
-    ) -> None:
+    def __init__(self, *, allow: Sequence[AllowedWrite] = (), excuse: Sequence[AllowedArgument] = ()) -> None:
         self._allow = tuple(allow)
         self._excused = frozenset(entry.name for entry in excuse)
         self._reports: dict[OpOverload, list[AuditReport]] = {}
@@ -122,6 +120,4 @@ class AuditLedger:
 
 
 def _tensor_arguments(op: OpOverload) -> frozenset[str]:
-    return frozenset(
-        argument.name for argument in op._schema.arguments if "Tensor" in str(argument.type)
-    )
+    return frozenset(argument.name for argument in op._schema.arguments if "Tensor" in str(argument.type))

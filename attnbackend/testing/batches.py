@@ -169,8 +169,7 @@ def _dense(batch: PagedBatch, attend: DenseAttention) -> tuple[Tensor, Tensor]:
         batch.block_table,
     )
     features: dict[str, Any] = {
-        name: x.cpu() if isinstance(x, Tensor) else x
-        for name, x in _attention_features(batch).items()
+        name: x.cpu() if isinstance(x, Tensor) else x for name, x in _attention_features(batch).items()
     }
     return attend(*(x.cpu() for x in tensors), **features)
 

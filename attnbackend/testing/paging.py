@@ -29,8 +29,7 @@ class PagePlan:
         """Slots of tokens first..last-1 of a request; -1 for positions before its sequence."""
         pages = self.pages[request]
         return [
-            pages[j // block_size] * block_size + j % block_size if j >= 0 else -1
-            for j in range(first, last)
+            pages[j // block_size] * block_size + j % block_size if j >= 0 else -1 for j in range(first, last)
         ]
 
     def block_table(self, num_rows: int) -> Tensor:

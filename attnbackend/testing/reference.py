@@ -165,8 +165,7 @@ def _blocks_of(table_W: Tensor, length: int, cache_BSKD: Tensor, row: int) -> li
     outside = [block for block in block_ids if not 0 <= block < num_blocks]
     if outside:
         raise ValueError(
-            f"block_table[{row}] names blocks {outside}, but kv_cache has blocks "
-            f"0..{num_blocks - 1}"
+            f"block_table[{row}] names blocks {outside}, but kv_cache has blocks 0..{num_blocks - 1}"
         )
     return block_ids
 
@@ -228,8 +227,7 @@ def _check_arguments(
     starts = query_start_loc.tolist()
     if starts != sorted(starts) or starts[0] != 0 or starts[-1] > query.shape[0]:
         raise ValueError(
-            f"query_start_loc must rise from 0 to at most the {query.shape[0]} query rows, "
-            f"got {starts}"
+            f"query_start_loc must rise from 0 to at most the {query.shape[0]} query rows, got {starts}"
         )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(
@@ -246,8 +244,7 @@ def _check_query_and_cache(query: Tensor, kv_cache: Tensor) -> None:
         )
     if query.shape[2] != kv_cache.shape[4]:
         raise ValueError(
-            f"head size of query is {query.shape[2]}, of kv_cache {kv_cache.shape[4]}; "
-            "they must be equal"
+            f"head size of query is {query.shape[2]}, of kv_cache {kv_cache.shape[4]}; they must be equal"
         )
     if query.shape[1] % kv_cache.shape[3]:
         raise ValueError(

@@ -88,6 +88,4 @@ def _check_slots(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Ten
         )
     if len(set(used)) != len(used):
         twice = sorted({slot for slot in used if used.count(slot) > 1})
-        raise ValueError(
-            f"slot_mapping names slots {twice[:5]} more than once, which has no right answer"
-        )
+        raise ValueError(f"slot_mapping names slots {twice[:5]} more than once, which has no right answer")

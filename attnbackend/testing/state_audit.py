@@ -93,9 +93,7 @@ class AuditReport:
         """Raises AssertionError naming every finding."""
         if self.findings:
             lines = "\n  ".join(map(str, self.findings))
-            raise AssertionError(
-                f"{self.op} is not true to its schema {self.op._schema}\n  {lines}"
-            )
+            raise AssertionError(f"{self.op} is not true to its schema {self.op._schema}\n  {lines}")
 
 
 def audit_op(
@@ -165,12 +163,9 @@ class _ArgumentMemory:
         for tensor in (tensor for tensors in arguments.values() for tensor in tensors):
             live = storage_of(tensor)
             if live is not None and (live.device, live.address) not in self._snapshots:
-                self._snapshots[live.device, live.address] = _Snapshot(
-                    live, byte_view(live).clone()
-                )
+                self._snapshots[live.device, live.address] = _Snapshot(live, byte_view(live).clone())
         self._places = {
-            name: [(tensor, storage_of(tensor)) for tensor in tensors]
-            for name, tensors in arguments.items()
+            name: [(tensor, storage_of(tensor)) for tensor in tensors] for name, tensors in arguments.items()
         }
 
     def overlaps(self, live: LiveStorage) -> bool:
@@ -198,9 +193,7 @@ class _ArgumentMemory:
                 findings.append(self._stray_finding(key, snapshot, stray))
         return findings
 
-    def _stray_finding(
-        self, key: tuple[torch.device, int], snapshot: _Snapshot, stray: Tensor
-    ) -> Finding:
+    def _stray_finding(self, key: tuple[torch.device, int], snapshot: _Snapshot, stray: Tensor) -> Finding:
         sharing = [
             (name, tensor)
             for name, places in self._places.items()
@@ -208,9 +201,7 @@ class _ArgumentMemory:
             if live is not None and (live.device, live.address) == key
         ]
         inside = [
-            name
-            for name, tensor in sharing
-            if bool((stray & covered_bytes(tensor, snapshot.live)).any())
+            name for name, tensor in sharing if bool((stray & covered_bytes(tensor, snapshot.live)).any())
         ]
         where = ", ".join(dict.fromkeys(inside or [name for name, _ in sharing]))
         place = "inside" if inside else "in its storage, outside its elements"
@@ -221,19 +212,11 @@ class _HiddenMemory:
     """Everything else that Python can reach, as hashes."""
 
     def __init__(self, arguments: _ArgumentMemory) -> None:
-        self._before = [
-            (live, hash_bytes(live)) for live in live_storages() if not arguments.overlaps(live)
-        ]
+        self._before = [(live, hash_bytes(live)) for live in live_storages() if not arguments.overlaps(live)]
 
     def findings(self, allow: Sequence[AllowedWrite]) -> list[Finding]:
-        changed = [
-            live for live, digest in self._before if live.moved or hash_bytes(live) != digest
-        ]
-        return [
-            _hidden_finding(Fault.HIDDEN_WRITE, live)
-            for live in changed
-            if not _is_allowed(live, allow)
-        ]
+        changed = [live for live, digest in self._before if live.moved or hash_bytes(live) != digest]
+        return [_hidden_finding(Fault.HIDDEN_WRITE, live) for live in changed if not _is_allowed(live, allow)]
 
     def holding(self, returned: LiveStorage) -> LiveStorage | None:
         """The storage, alive before the call, that a returned tensor lies in."""
@@ -306,9 +289,7 @@ def _declared_mutated(op: OpOverload) -> frozenset[str]:
     )
 
 
-def _bind(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, list[Tensor]]:
+def _bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     """Tensors of each argument by name, lists flattened; arguments without one are left out."""
     names = [argument.name for argument in op._schema.arguments]
     if len(args) > len(names) or not kwargs.keys() <= set(names):

@@ -117,9 +117,7 @@ def assert_within_rule(
     """
     _check_yardstick(exact_f64, yardstick)
     if actual.shape != exact_f64.shape:
-        raise AssertionError(
-            f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact_f64.shape)}"
-        )
+        raise AssertionError(f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact_f64.shape)}")
     got, exact, plain = (x.detach().cpu().to(torch.float64) for x in (actual, exact_f64, yardstick))
     _assert_special_values(got, exact, plain, what)
     finite = torch.isfinite(exact)

@@ -24,9 +24,7 @@ def _sizes(query: Tensor, block_table: Tensor, cache: CacheViews) -> tuple[int, 
     tokens, heads, head_size = query.shape
     requests, width = block_table.shape
     if cache.head_size != head_size:
-        raise ValueError(
-            f"query has head size {head_size}, key_cache {cache.head_size}; they must agree"
-        )
+        raise ValueError(f"query has head size {head_size}, key_cache {cache.head_size}; they must agree")
     _checks.require_heads(heads, cache.kv_heads, head_size, cache.value_size)
     return (
         tokens,
@@ -41,9 +39,7 @@ def _sizes(query: Tensor, block_table: Tensor, cache: CacheViews) -> tuple[int, 
     )
 
 
-def _strides(
-    query: Tensor, output: Tensor, block_table: Tensor, cache: CacheViews
-) -> tuple[int, ...]:
+def _strides(query: Tensor, output: Tensor, block_table: Tensor, cache: CacheViews) -> tuple[int, ...]:
     """query_token .. table_row, as in args.h."""
     q_stride, o_stride, t_stride = query.stride(), output.stride(), block_table.stride()
     _checks.require_last_stride("query", query, q_stride)
@@ -52,9 +48,7 @@ def _strides(
     return (*q_stride[:2], *cache.strides, *o_stride[:2], t_stride[0])
 
 
-def _require_tables(
-    query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, requests: int
-) -> None:
+def _require_tables(query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, requests: int) -> None:
     _checks.require_vector("query_start_loc", query_start_loc, torch.int32, requests + 1)
     _checks.require_vector("seq_lens", seq_lens, torch.int32, requests)
     if block_table.dtype != torch.int32:

@@ -108,9 +108,7 @@ def _compile(command: list[str], target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so.tmp")
     except OSError as error:
-        raise BuildError(
-            f"cannot write to {target.parent}: {error}; set ATTNBACKEND_CACHE_DIR"
-        ) from error
+        raise BuildError(f"cannot write to {target.parent}: {error}; set ATTNBACKEND_CACHE_DIR") from error
     os.close(handle)
     try:
         _run([*command, "-o", temporary])

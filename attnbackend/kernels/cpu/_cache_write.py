@@ -16,9 +16,7 @@ from attnbackend.kernels.cpu._structs import WRITE_STRUCT
 _NAMES = "key value key_cache value_cache"
 
 
-def _require_new_tokens(
-    key: Tensor, value: Tensor, slot_mapping: Tensor, cache: CacheViews
-) -> None:
+def _require_new_tokens(key: Tensor, value: Tensor, slot_mapping: Tensor, cache: CacheViews) -> None:
     _checks.require_rank("key", key, 3, "[T, Hk, D]")
     tokens, heads = key.shape[0], cache.kv_heads
     _checks.require_heads(heads, heads, cache.head_size, cache.value_size)

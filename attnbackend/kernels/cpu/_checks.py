@@ -42,25 +42,19 @@ def require_rank(name: str, tensor: Tensor, rank: int, meaning: str) -> None:
 def require_shape(name: str, tensor: Tensor, expected: tuple[int, ...], meaning: str) -> None:
     """The tensor has exactly this shape."""
     if tensor.shape != expected:
-        raise ValueError(
-            f"{name} has shape {list(tensor.shape)}; expected {meaning} = {list(expected)}"
-        )
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {meaning} = {list(expected)}")
 
 
 def require_last_stride(name: str, tensor: Tensor, strides: tuple[int, ...]) -> None:
     """The last dimension is contiguous; the others may have any stride."""
     if strides[-1] != 1 and tensor.shape[-1] > 1:
-        raise ValueError(
-            f"{name} has strides {list(strides)}; the last must be 1 (call .contiguous())"
-        )
+        raise ValueError(f"{name} has strides {list(strides)}; the last must be 1 (call .contiguous())")
 
 
 def require_vector(name: str, tensor: Tensor, dtype: torch.dtype, length: int) -> None:
     """A contiguous CPU vector of this dtype and length."""
     if tensor.dtype != dtype or tensor.shape != (length,):
-        raise ValueError(
-            f"{name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} [{length}]"
-        )
+        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} [{length}]")
     if not (tensor.is_cpu and tensor.is_contiguous()):
         raise ValueError(
             f"{name} is on {tensor.device} with strides {list(tensor.stride())}; "
@@ -100,8 +94,7 @@ def require_heads(heads: int, kv_heads: int, head_size: int, value_size: int) ->
     """Query heads divide into kv heads, and head sizes are in range."""
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(
-            f"query has {heads} heads and the cache {kv_heads}: query heads must be a multiple "
-            "of kv heads"
+            f"query has {heads} heads and the cache {kv_heads}: query heads must be a multiple of kv heads"
         )
     if not (1 <= head_size <= MAX_HEAD_SIZE and 1 <= value_size <= MAX_HEAD_SIZE):
         raise ValueError(
@@ -133,7 +126,6 @@ def refusal_message(code: int, numbers: Sequence[int], limits: dict[str, int]) -
         "block_table can hold (width * block_size)",
         5: f"block_table[{a}, {b}] is {c}, not a block of the cache; allowed: 0 to "
         f"{limits.get('blocks', 0) - 1}",
-        6: f"slot_mapping[{a}] is {b}; allowed: negative (not written) or 0 to "
-        f"{limits.get('slots', 0) - 1}",
+        6: f"slot_mapping[{a}] is {b}; allowed: negative (not written) or 0 to {limits.get('slots', 0) - 1}",
     }
     return messages[code]

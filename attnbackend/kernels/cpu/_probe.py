@@ -19,9 +19,7 @@ def _wrong_result() -> str | None:
     output_THD = torch.full_like(value_THD, float("nan"))
     cache_write(value_THD, value_THD, key_cache, value_cache, torch.tensor([4]))
     starts, one = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    paged_attention(
-        value_THD, key_cache, value_cache, output_THD, starts, one, one.view(1, 1), scale=1.0
-    )
+    paged_attention(value_THD, key_cache, value_cache, output_THD, starts, one, one.view(1, 1), scale=1.0)
     if torch.equal(output_THD, value_THD):
         return None
     return f"a probe of one token gave {output_THD.flatten()[:4].tolist()}..., not its own value"

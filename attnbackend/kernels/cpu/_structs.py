@@ -24,9 +24,7 @@ WRITE_FIELDS = """
     source_dtype cache_dtype threads
 """
 
-ATTENTION_STRUCT = struct.Struct(
-    f"{len(ATTENTION_FIELDS.split())}q{len(ATTENTION_DOUBLES.split())}d"
-)
+ATTENTION_STRUCT = struct.Struct(f"{len(ATTENTION_FIELDS.split())}q{len(ATTENTION_DOUBLES.split())}d")
 WRITE_STRUCT = struct.Struct(f"{len(WRITE_FIELDS.split())}q")
 REFUSAL_STRUCT = struct.Struct("4q")
 # What `attnbackend_struct_sizes` must return.

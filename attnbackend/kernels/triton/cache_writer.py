@@ -158,8 +158,7 @@ def cache_write(
     device = key.device
     formats = [stored_format(t.dtype, device) for t in (key, value, key_cache, value_cache)]
     views = [
-        kernel_view(t, fmt)
-        for t, fmt in zip((key, value, key_cache, value_cache), formats, strict=True)
+        kernel_view(t, fmt) for t, fmt in zip((key, value, key_cache, value_cache), formats, strict=True)
     ]
     widths = padded_size(size), padded_size(value_size)
     tile_heads = max(1, min(padded_size(heads), TILE_ELEMENTS // max(widths)))

@@ -122,9 +122,7 @@ def _encode_float8(x: tl.tensor, MANTISSA: tl.constexpr, BIAS: tl.constexpr) -> 
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = bits & 0x7FFFFFFF
-    normal = ((size + ((1 << (DROP - 1)) - 1) + ((size >> DROP) & 1)) >> DROP) - (
-        (127 - BIAS) << MANTISSA
-    )
+    normal = ((size + ((1 << (DROP - 1)) - 1) + ((size >> DROP) & 1)) >> DROP) - ((127 - BIAS) << MANTISSA)
     # Adding 2^(23 - k) leaves a float32 with the unit 2^-k, that of the format's subnormals,
     # so the addition itself rounds to them; the low bits then count units.
     MAGIC_EXPONENT: tl.constexpr = 23 + 1 - BIAS - MANTISSA

@@ -47,9 +47,7 @@ def split_size(
 
 
 @triton.jit
-def first_step(
-    seq_len: tl.tensor, window: tl.tensor, HAS_WINDOW: tl.constexpr, N: tl.constexpr
-) -> tl.tensor:
+def first_step(seq_len: tl.tensor, window: tl.tensor, HAS_WINDOW: tl.constexpr, N: tl.constexpr) -> tl.tensor:
     """Where the keys that the last token sees begin, in whole steps."""
     begin = seq_len * 0
     if HAS_WINDOW:
@@ -357,9 +355,7 @@ def _partial_buffer(
     return workspace
 
 
-def _launch_decode(
-    launch: Launch, tile: TileConfig, num_splits: int, partial: torch.Tensor | None
-) -> None:
+def _launch_decode(launch: Launch, tile: TileConfig, num_splits: int, partial: torch.Tensor | None) -> None:
     group = launch.plan.group
     pieces = pieces_per_kv_head(group, tile.block_m)
     decode_kernel[(launch.kv_heads * pieces, num_splits, launch.rows)](

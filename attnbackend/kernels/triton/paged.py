@@ -29,9 +29,7 @@ from .tile import (
 
 
 @triton.jit
-def find_row(
-    starts_ptr: tl.tensor, tile: tl.tensor, num_rows: tl.tensor, Q: tl.constexpr
-) -> tl.tensor:
+def find_row(starts_ptr: tl.tensor, tile: tl.tensor, num_rows: tl.tensor, Q: tl.constexpr) -> tl.tensor:
     """The row that a tile belongs to; `num_rows` for tokens past the last row.
 
     Row i owns the tiles from starts[i] // Q + i: at least as many as its tokens need. Those

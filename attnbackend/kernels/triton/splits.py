@@ -28,9 +28,7 @@ def decode_num_splits(num_programs: int, max_keys: int, num_processors: int) -> 
     return max(1, min(wanted, max_keys // MIN_SPLIT_KEYS, MAX_SPLITS))
 
 
-def decode_workspace_size(
-    num_rows: int, num_heads: int, value_head_size: int, num_splits: int
-) -> int:
+def decode_workspace_size(num_rows: int, num_heads: int, value_head_size: int, num_splits: int) -> int:
     """float32 elements that `paged_decode_attention` needs in `workspace` (0 for one split).
 
     Of each split: the weighted sum of values, the greatest score and the sum of weights. (A

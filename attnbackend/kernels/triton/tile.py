@@ -38,9 +38,7 @@ def divide(x: tl.tensor, y: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def soft_capped(
-    score: tl.tensor, x: tl.tensor, soft_cap: tl.tensor, PRECISE: tl.constexpr
-) -> tl.tensor:
+def soft_capped(score: tl.tensor, x: tl.tensor, soft_cap: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
     """soft_cap * tanh(x) where score = soft_cap * x: both in the unit of the scores.
 
     Below 0.625 tanh(x) = x + x^3 p(x^2), p a Chebyshev least-squares fit of (tanh(x)/x - 1)/x^2;
@@ -173,9 +171,7 @@ def full_width(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def query_key_product(
-    q: tl.tensor, k: tl.tensor, DOT: tl.constexpr, PRECISE: tl.constexpr
-) -> tl.tensor:
+def query_key_product(q: tl.tensor, k: tl.tensor, DOT: tl.constexpr, PRECISE: tl.constexpr) -> tl.tensor:
     """[M, N] float32 products of the rows of `load_query` [M, D] and keys [N, D]."""
     if PRECISE:
         k64 = full_width(k).to(tl.float64)
