@@ -203,8 +203,8 @@ def test_engines_of_one_model_do_not_share_what_they_compiled(
         answers.append(engine.generate([[5, 6, 7]], params)[0].token_ids)
         assert compiler.num_graphs == warm == 2
     eager = make_engine(model, backend="TORCH_SDPA", compile=False)
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
-    assert all(answer == eager.generate([[5, 6, 7]], params)[0].token_ids for answer in answers)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert all(answer == eager.generate([[5, 6, 7]], params)[0].token_ids for answer in answers)
     assert compiler.num_graphs == 2
     with pytest.raises(RuntimeError, match=r"given to another engine since; make a new Engine"):
         engine.generate([[5, 6, 7]], params)
