@@ -16,9 +16,12 @@ __all__ = [
     "FUNCTIONALIZED",
     "FakeTensor",
     "add_cache_key",
+    "aoti_round_trip",
     "cache_key",
     "compiled_call",
     "compiler_backend",
+    "fake_mode",
+    "inductor_code",
     "inductor_graph_pass",
     "outside_fake_mode",
     "register_namedtuple",
@@ -115,3 +118,25 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Calls ``call`` whenever the module is called; copies and pickles of the module leave it out."""
     module._compiled_call_impl = call
+
+
+def fake_mode() -> Any:
+    """A context in which tensors have no data, as while a model is being traced."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def inductor_code(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """What Inductor's compilation of ``function`` returns for ``args``, and the code it generated."""
+    from torch._inductor.utils import run_and_get_code
+
+    result, codes = run_and_get_code(torch.compile(function, fullgraph=True), *args)
+    return result, "\n".join(codes)
+
+
+def aoti_round_trip(program: torch.export.ExportedProgram, path: str) -> Callable[..., Any]:
+    """The program compiled into a package at ``path`` and loaded from there."""
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+    return aoti_load_package(aoti_compile_and_package(program, package_path=path))

@@ -1,0 +1,58 @@
+"""The relative rule with a yardstick that small batches cannot make sharp by luck.
+
+In float32 the yardstick's error is that of one order of summation. Over a batch of a few rows its maximum is
+luck, and a kernel that sums in another order can exceed twice of it by honest rounding. The yardstick here is
+therefore plain PyTorch over several arrangements of the head's elements, which are the same attention with
+other roundings; of each element the value farthest from float64 counts.
+
+Shape legend: T tokens, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnbackend.testing.batches import PagedBatch, expected_attention, yardstick_attention
+from attnbackend.testing.judgement import assert_attention_within_rule
+
+__all__ = ["judge"]
+
+ARRANGEMENTS = 6
+
+
+def judge(batch: PagedBatch) -> None:
+    """Raises AssertionError when output or LSE of the batch are outside the rule."""
+    sampled = batch.case.dtype is torch.float32
+    assert_attention_within_rule(batch, yardstick=_sampled if sampled else yardstick_attention)
+
+
+def _sampled(batch: PagedBatch) -> tuple[Tensor, Tensor]:
+    exact = expected_attention(batch)
+    worst = yardstick_attention(batch)
+    generator = torch.Generator().manual_seed(batch.case.seed)
+    for _ in range(ARRANGEMENTS - 1):
+        order_D = torch.randperm(batch.case.head_size, generator=generator)
+        out_THD, lse_TH = yardstick_attention(_arranged(batch, order_D))
+        other = (out_THD[..., order_D.argsort()], lse_TH)
+        worst = (_farther(worst[0], other[0], exact[0]), _farther(worst[1], other[1], exact[1]))
+    return worst
+
+
+def _arranged(batch: PagedBatch, order_D: Tensor) -> PagedBatch:
+    """The same attention with the elements of every head in another order."""
+
+    def arranged(x: Tensor) -> Tensor:
+        bits = x.cpu().view(torch.uint8) if x.dtype.itemsize == 1 else x.cpu()
+        return bits[..., order_D].view(x.dtype)
+
+    names = ("query", "key", "value", "kv_cache")
+    return replace(batch, **{name: arranged(getattr(batch, name)) for name in names})
+
+
+def _farther(a: Tensor, b: Tensor, exact: Tensor) -> Tensor:
+    finite = exact.isfinite()
+    off_a, off_b = ((x.double() - exact).abs().masked_fill(~finite, 0.0) for x in (a, b))
+    return torch.where(off_b > off_a, b, a)
