@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 from attnbackend.testing.cases import AttentionCase
@@ -26,5 +27,5 @@ class RefusalCase(ConformanceCase):
 
     field: str
     """Field of `AttentionSelectorConfig` that the refusal must name."""
-    extras: dict[str, Any] = field(default_factory=dict, hash=False)
+    extras: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """Further keyword arguments of the op; a number stands for a float32 tensor of one element."""

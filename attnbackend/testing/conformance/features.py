@@ -73,7 +73,7 @@ def claimed_features(backend: type[AttentionBackend]) -> Iterator[Feature]:
 
 def _everything(backend: type[AttentionBackend]) -> Feature:
     """All that the backend claims at once."""
-    asked = {
+    asked: dict[str, dict[str, Any]] = {
         "supports_sliding_window": {"sliding_window": 9},
         "supports_logits_soft_cap": {"logits_soft_cap": 8.0},
         "supports_sinks": {"use_sinks": True},

@@ -23,7 +23,9 @@ def report_html(report: ConformanceReport) -> str:
     """The whole page."""
     checks, rows = report.matrix()
     head = "".join(f"<th>{escape(check)}</th>" for check in checks)
-    body = "".join(f"<tr><th>{escape(claim)}</th>{''.join(map(_cell, row))}</tr>" for claim, row in rows.items())
+    body = "".join(
+        f"<tr><th>{escape(claim)}</th>{''.join(map(_cell, row))}</tr>" for claim, row in rows.items()
+    )
     shown = [o for o in report.outcomes if o.status in (Status.FAILED, Status.KNOWN)]
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(report.backend)}</title>'

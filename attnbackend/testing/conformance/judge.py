@@ -48,8 +48,8 @@ def _arranged(batch: PagedBatch, order_D: Tensor) -> PagedBatch:
         bits = x.cpu().view(torch.uint8) if x.dtype.itemsize == 1 else x.cpu()
         return bits[..., order_D].view(x.dtype)
 
-    names = ("query", "key", "value", "kv_cache")
-    return replace(batch, **{name: arranged(getattr(batch, name)) for name in names})
+    query, key, value, kv_cache = map(arranged, (batch.query, batch.key, batch.value, batch.kv_cache))
+    return replace(batch, query=query, key=key, value=value, kv_cache=kv_cache)
 
 
 def _farther(a: Tensor, b: Tensor, exact: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,15 @@ from attnbackend.testing.cases import AttentionCase
 from attnbackend.testing.conformance.subject import Subject
 from attnbackend.types import AttentionCGSupport
 
-__all__ = ["GROUP", "PersistentBatch", "context_of", "graph_support", "make_builder", "params_of", "plan_tensors"]
+__all__ = [
+    "GROUP",
+    "PersistentBatch",
+    "context_of",
+    "graph_support",
+    "make_builder",
+    "params_of",
+    "plan_tensors",
+]
 
 GROUP = 0
 
@@ -42,11 +51,11 @@ class PersistentBatch:
     def for_batches(cls, batches: Sequence[PagedBatch], device: torch.device) -> PersistentBatch:
         rows = max(len(b.seq_lens) for b in batches)
         width = max(b.block_table.shape[1] for b in batches)
-        zeros = {"dtype": torch.int32, "device": device}
+        zeros = partial(torch.zeros, dtype=torch.int32, device=device)
         return cls(
-            query_start_loc=torch.zeros(rows + 1, **zeros),  # type: ignore[arg-type]
-            seq_lens=torch.zeros(rows, **zeros),  # type: ignore[arg-type]
-            block_table=torch.zeros(rows, width, **zeros),  # type: ignore[arg-type]
+            query_start_loc=zeros(rows + 1),
+            seq_lens=zeros(rows),
+            block_table=zeros(rows, width),
             num_tokens=max(b.query.shape[0] for b in batches),
             block_size=batches[0].case.block_size,
         )

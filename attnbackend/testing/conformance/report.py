@@ -101,4 +101,5 @@ def _table(checks: list[str], rows: dict[str, list[str]]) -> str:
         return ""
     lines = [["", *checks], *([claim, *cells] for claim, cells in rows.items())]
     widths = [max(len(line[column]) for line in lines) for column in range(len(checks) + 1)]
-    return "\n".join("  ".join(t.ljust(w) for t, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    padded = ([t.ljust(w) for t, w in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in padded)

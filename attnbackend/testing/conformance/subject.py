@@ -105,9 +105,12 @@ def open_subject(backend: BackendLike, device: str = "cpu", *, slow: bool = Fals
         _require_checkable(cls, device)
         own_writer, forward = backend_op(name, KV_CACHE_UPDATE), backend_op(name, ATTENTION)
         assert forward is not None, "resolving a dense backend generates its op"
-        permutation = cache_permutation(cls)
+        subject = Subject(
+            backend=cls, device=torch.device(device), forward=forward, write=own_writer or kv_cache_update,
+            permutation=cache_permutation(cls), slow=slow,
+        )  # fmt: skip
         with set_config(backend=name), torch.no_grad():
-            yield Subject(cls, torch.device(device), forward, own_writer or kv_cache_update, permutation, slow)
+            yield subject
 
 
 def _registered(backend: BackendLike) -> str:

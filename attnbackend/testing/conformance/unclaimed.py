@@ -37,10 +37,10 @@ def unclaimed(backend: type[AttentionBackend], plain: AttentionCase) -> Iterator
     """Cases that the backend must refuse: ``plain`` with one thing more that is not claimed."""
 
     def case(field: str, value: Any, changes: dict[str, Any], extras: dict[str, Any]) -> RefusalCase:
-        attention = replace(plain, **changes)
         return RefusalCase(
-            id=f"{field}-{describe(value)}", feature="unclaimed", attention=attention, field=field, extras=extras
-        )
+            id=f"{field}-{describe(value)}", feature="unclaimed", attention=replace(plain, **changes),
+            field=field, extras=extras,
+        )  # fmt: skip
 
     for field, (claim, changes, extras) in _FLAGS.items():
         if not getattr(backend, claim):

@@ -25,8 +25,8 @@ __all__ = ["CHECKS", "Check"]
 CHECKS: dict[str, Check] = {
     check.name: check
     for check in (
-        Refusal(), CacheWrites(), Numerics(), CrossReading(), Scales(), LSE(), Padding(), Determinism(), Plan(),
-        HostSync(), Overflow(), StateAudit(), OpCheck(), Compiled(), Export(), Graphs(),
+        Refusal(), CacheWrites(), Numerics(), CrossReading(), Scales(), LSE(), Padding(), Determinism(),
+        Plan(), HostSync(), Overflow(), StateAudit(), OpCheck(), Compiled(), Export(), Graphs(),
     )
 }  # fmt: skip
 """By name."""

@@ -41,7 +41,9 @@ class CacheWrites(Check):
         subject.run_write(batch)
         findings = []
         if not same_bits(batch.kv_cache, expected):
-            findings.append(f"the layer's cache is not what it must be: {differing(batch.kv_cache, expected)}")
+            findings.append(
+                f"the layer's cache is not what it must be: {differing(batch.kv_cache, expected)}"
+            )
         batch.kv_cache.copy_(before)
         if not same_bits(batch.kv_buffer, everything):
             where = differing(batch.kv_buffer, everything)

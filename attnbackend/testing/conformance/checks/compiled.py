@@ -31,7 +31,11 @@ class Compiled(Check):
         unwritten = {"new_tokens_written": False}
         fp8 = next((n for n in generate.features if "float32_cache_fp8" in n), "hnd")
         yield from generate.some(
-            ("everything", MIXED), ("plain", PADDED), ("layers_interleaved", DECODE), (fp8, DECODE), **unwritten
+            ("everything", MIXED),
+            ("plain", PADDED),
+            ("layers_interleaved", DECODE),
+            (fp8, DECODE),
+            **unwritten,
         )
         for case in generate.case("plain", DECODE, spare_blocks=64, **unwritten):
             yield replace(case, id="generated_code")

@@ -13,8 +13,8 @@ from attnbackend.testing.conformance.batch_shapes import MIXED
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator, config_of
 from attnbackend.testing.conformance.checks.base import Check
-from attnbackend.testing.conformance.subject import Subject
 from attnbackend.testing.conformance.judge import judge
+from attnbackend.testing.conformance.subject import Subject
 
 __all__ = ["CrossReading"]
 

@@ -83,7 +83,7 @@ def _capture_and_replay(subject: Subject, captured: PagedBatch, replayed: PagedB
     plan = builder.build_for_cudagraph_capture(buffers.fill(captured))
     with set_forward_context(context_of(subject, plan)):
         graph = _capture(subject, static, buffers)
-    findings = []
+    findings: list[str] = []
     for what, batch in (("other contents", replayed), ("the captured contents", _copy(subject, captured))):
         plan = builder.build(0, buffers.fill(batch))
         _exchange(static, batch)

@@ -10,8 +10,8 @@ from attnbackend.testing.batches import expected_attention, yardstick_attention
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
-from attnbackend.testing.conformance.subject import Subject
 from attnbackend.testing.conformance.judge import judge
+from attnbackend.testing.conformance.subject import Subject
 from attnbackend.testing.tolerance import assert_within_rule
 
 __all__ = ["Numerics"]

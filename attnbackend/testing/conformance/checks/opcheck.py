@@ -19,7 +19,7 @@ __all__ = ["OpCheck"]
 
 class OpCheck(Check):
     name = "opcheck"
-    proves = "Schema, fake, autograd registration and AOT dispatch of both ops are consistent (torch.library.opcheck)."
+    proves = "Schema, fake, autograd registration and AOT dispatch of both ops agree (torch.library.opcheck)."
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
         fp8 = next((n for n in generate.features if "float32_cache_fp8" in n), "hnd")

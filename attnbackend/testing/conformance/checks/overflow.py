@@ -13,10 +13,10 @@ from attnbackend.testing.batches import PagedBatch
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
+from attnbackend.testing.conformance.judge import judge
 from attnbackend.testing.conformance.outcome import Skipped
 from attnbackend.testing.conformance.planned import params_of
 from attnbackend.testing.conformance.subject import Subject
-from attnbackend.testing.conformance.judge import judge
 
 __all__ = ["Overflow"]
 
@@ -25,7 +25,9 @@ _LIMIT = 2**31 - 1
 
 class Overflow(Check):
     name = "overflow"
-    proves = "Offsets beyond 2**31 - 1 are read and written right, or max_cache_offset says no and is kept to."
+    proves = (
+        "Offsets beyond 2**31 - 1 are read and written right, or max_cache_offset says no and is kept to."
+    )
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
         narrow = [n for n, f in generate.features.items() if f.claim == "kv_cache_dtype" and "fp8" in n]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnbackend.testing.batches import PagedBatch
-from attnbackend.testing.conformance.batch_shapes import BATCHES, PADDED
+from attnbackend.testing.conformance.batch_shapes import PADDED
 from attnbackend.testing.conformance.bits import differing
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
@@ -23,7 +23,9 @@ _POISONS = {"NaN": torch.nan, "+inf": torch.inf, "-inf": -torch.inf}
 
 class Padding(Check):
     name = "padding"
-    proves = "Padded tokens and requests without keys give zeros and -inf; what lies behind seq_len never matters."
+    proves = (
+        "Padded tokens and requests without keys give zeros and -inf; what lies behind seq_len never matters."
+    )
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
         for feature in ("plain", "no_lse", "sinks", "everything", "not_causal"):
@@ -89,5 +91,5 @@ def _some(x: Tensor, wanted: float) -> float:
 
 def _changed(name: str, results: list[Tensor], calm: list[Tensor]) -> Iterator[str]:
     for what, got, wanted in zip(("output", "LSE"), results, calm, strict=False):
-        if not torch.allclose(got.float(), wanted.float(), rtol=1e-3, atol=1e-5):
+        if not torch.allclose(got.float(), wanted.float(), rtol=1e-3, atol=1e-5, equal_nan=True):
             yield f"{name} in memory that no request owns changes the {what}: {differing(got, wanted)}"

@@ -31,7 +31,9 @@ __all__ = ["Plan"]
 
 class Plan(Check):
     name = "plan"
-    proves = "A planned call equals one that plans for itself, bit for bit; plans for graphs keep their buffers."
+    proves = (
+        "A planned call equals one that plans for itself, bit for bit; plans for graphs keep their buffers."
+    )
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
         for batch in BATCHES:
@@ -42,7 +44,7 @@ class Plan(Check):
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
         small = subject.batch(case.attention)
         padding = {"num_padded_rows": 0, "num_padded_tokens": 0}
-        large = subject.batch(replace(case.attention, probe=None, **{**LARGEST, **padding}))  # type: ignore[arg-type]
+        large = subject.batch(replace(case.attention, probe=None, **{**LARGEST, **padding}))
         buffers = PersistentBatch.for_batches([large, small], subject.device)
         builder = make_builder(subject, case.attention, buffers.limits)
         findings: list[str] = []

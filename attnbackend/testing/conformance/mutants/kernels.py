@@ -200,13 +200,10 @@ class DenseBlocks(HonestImpl):
 
 
 class Offsets32(HonestImpl):
-    def blocks(self, table_RW: Tensor, at: Places) -> Tensor:
-        """As if ``block * stride`` were computed in 32 bits: what wraps leads elsewhere."""
-        return super().blocks(table_RW, at)
-
     def gather(
         self, kv_cache: Tensor, side: int, table_RW: Tensor, at: Places, tensors: OptionalTensors
     ) -> Tensor:
+        """As if ``block * stride`` were computed in 32 bits: what wraps leads elsewhere."""
         wraps_RW = table_RW.long() * kv_cache.stride(0) > 2**31 - 1
         return super().gather(kv_cache, side, table_RW.masked_fill(wraps_RW, 0), at, tensors)
 
@@ -219,19 +216,16 @@ class SixteenAtATime(HonestImpl):
 
 
 class ReadsNewTokensOnly(HonestImpl):
-    def attend(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
-        attn_metadata: Any, output: Tensor, tensors: OptionalTensors,
-    ) -> None:  # fmt: skip
-        """A prefill path over ``key`` and ``value`` that is taken with context too."""
-        batch = attn_metadata.common
-        lens = batch.query_start_loc.diff().clamp(max=batch.seq_lens)
-        context = (batch.seq_lens - lens).clamp(min=0)
-        plan = replace(attn_metadata, common=batch.replace(seq_lens=lens))
-        size = self.params.block_size
-        shifted = batch.block_table.roll(-int(context.max()) // size, 1)
-        plan = replace(plan, common=plan.common.replace(block_table=shifted))
-        super().attend(query, key, value, kv_cache, plan, output, tensors)
+    """A path for prompts, over the new tokens alone, that is taken with context too."""
+
+    def places(self, batch: CommonAttentionMetadata, num_tokens: int) -> Places:
+        at = super().places(batch, num_tokens)
+        self.context_T = (batch.seq_lens - batch.query_start_loc.diff())[at.row_T]
+        return at
+
+    def visible(self, at: Places, keys: int) -> Tensor:
+        new_TL = torch.arange(keys, device=at.row_T.device) >= self.context_T.unsqueeze(1)
+        return super().visible(at, keys) & new_TL
 
 
 class EmptyRowsUnwritten(HonestImpl):
@@ -280,7 +274,9 @@ KERNEL_MUTANTS = (
     Mutant("window_too_wide", "a sliding window of one key more", "numerics", WindowTooWide),
     Mutant("window_too_narrow", "a sliding window of one key less", "numerics", WindowTooNarrow),
     Mutant("window_ignored", "no sliding window at all", "numerics", WindowIgnored),
-    Mutant("stale_page", "the last page of a request is read where the one before it lies", "numerics", StalePage),
+    Mutant(
+        "stale_page", "the last page of a request is read where the one before it lies", "numerics", StalePage
+    ),
     Mutant("newest_key_missing", "a token does not see itself", "numerics", NewestKeyMissing),
     Mutant("heads_interleaved", "query head h reads key-value head h % K", "numerics", HeadsInterleaved),
     Mutant("scale_off_by_one_percent", "logits 1% too large", "numerics", ScaleOffByOnePercent),
@@ -293,21 +289,31 @@ KERNEL_MUTANTS = (
     Mutant("sink_twice", "the sink is counted twice", "numerics", SinkTwice),
     Mutant("lse_without_sink", "the LSE lacks the sink", "numerics", LSEWithoutSink),
     Mutant("lse_in_base_two", "a base-2 LSE that is declared natural", "lse", LSEInBaseTwo),
-    Mutant("lse_of_nothing_finite", "the LSE of no key is the lowest number, not -inf", "lse", LSEOfNothingFinite),
+    Mutant(
+        "lse_of_nothing_finite", "the LSE of no key is the lowest number, not -inf", "lse", LSEOfNothingFinite
+    ),
     Mutant("top_left", "causality is aligned to the first key", "numerics", TopLeft),
     Mutant("always_causal", "causal=False is ignored", "numerics", AlwaysCausal),
     Mutant("key_scale_twice", "k_scale is applied twice", "numerics", KeyScaleTwice),
     Mutant("value_scale_ignored", "v_scale is not applied", "numerics", ValueScaleIgnored),
-    Mutant("first_heads_scale", "all heads are scaled by the first head's scale", "numerics", FirstHeadsScale),
+    Mutant(
+        "first_heads_scale", "all heads are scaled by the first head's scale", "numerics", FirstHeadsScale
+    ),
     Mutant("query_scale_ignored", "q_scale is not applied", "scales", QueryScaleIgnored),
-    Mutant("output_scale_inverted", "the output is multiplied by output_scale", "scales", OutputScaleInverted),
+    Mutant(
+        "output_scale_inverted", "the output is multiplied by output_scale", "scales", OutputScaleInverted
+    ),
     Mutant("hnd_read_as_nhd", "strides within a page are taken from its shape", "numerics", HNDReadAsNHD),
     Mutant("dense_blocks", "the stride between blocks is taken from the shape", "numerics", DenseBlocks),
     Mutant("offsets_in_32_bits", "cache offsets wrap at 2**31, unclaimed", "overflow", Offsets32),
     Mutant("sixteen_at_a_time", "claims head sizes whose end it does not read", "numerics", SixteenAtATime),
     Mutant("reads_new_tokens_only", "the context in the cache is not read", "numerics", ReadsNewTokensOnly),
-    Mutant("empty_rows_unwritten", "output of requests without keys is left as it was", "padding", EmptyRowsUnwritten),
+    Mutant(
+        "empty_rows_unwritten", "output of requests without keys is left as it was", "padding", EmptyRowsUnwritten
+    ),
     Mutant("tail_unwritten", "output behind the last request is left as it was", "padding", TailUnwritten),
     Mutant("weighs_unseen_by_zero", "NaN in unseen memory gives NaN", "padding", WeighsUnseenByZero),
-    Mutant("rounds_probabilities", "probabilities are rounded to bfloat16 in float32", "numerics", RoundsProbabilities),
+    Mutant(
+        "rounds_probabilities", "probabilities are rounded to bfloat16 in float32", "numerics", RoundsProbabilities
+    ),
 )  # fmt: skip
