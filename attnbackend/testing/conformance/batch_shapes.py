@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BATCHES", "DECODE", "LARGEST", "MIXED", "PADDED"]
+__all__ = ["BATCHES", "DECODE", "LARGEST", "LARGE_BATCHES", "MIXED", "PADDED"]
 
 MIXED, DECODE, PADDED = "mixed", "decode", "padded"
 
@@ -28,3 +28,10 @@ BATCHES: dict[str, dict[str, Any]] = {
     "queries_before_the_first_key": {"query_lens": (4, 1), "context_lens": (-2, 3)},
 }
 """Name -> lengths of an `AttentionCase`."""
+
+LARGE_BATCHES: dict[str, dict[str, Any]] = {
+    "long_context": {"query_lens": (1, 3), "context_lens": (1301, 700)},
+    "long_prompt": {"query_lens": (150,), "context_lens": (21,)},
+    "many_requests": {"query_lens": (1,) * 37, "context_lens": tuple(range(37))},
+}
+"""As `BATCHES`, beyond what one tile of a kernel holds; for a few features only."""

@@ -12,12 +12,15 @@ import torch
 from attnbackend.backend import AttentionBackend
 from attnbackend.selector import AttentionSelectorConfig
 from attnbackend.testing.cases import AttentionCase
-from attnbackend.testing.conformance.batch_shapes import BATCHES, DECODE, MIXED
+from attnbackend.testing.conformance.batch_shapes import BATCHES, LARGE_BATCHES, MIXED
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.features import Feature, claimed_features
 from attnbackend.testing.conformance.sizes import pick_size
 
 __all__ = ["CaseGenerator", "config_of"]
+
+_LARGE = ("plain", "newest_key", "window_edge", "everything")
+"""Features that run over `LARGE_BATCHES` too."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class CaseGenerator:
                 batches = (MIXED,)
             for batch in batches:
                 yield from self.case(name, batch)
+            if name in _LARGE and not (self.quick and name == "newest_key"):
+                yield from self.some(*((name, batch) for batch in LARGE_BATCHES))
 
     def some(self, *pairs: tuple[str, str], **changes: Any) -> Iterator[ConformanceCase]:
         """Cases of (feature, batch), those left out that the backend does not claim."""
@@ -53,7 +58,8 @@ class CaseGenerator:
         claimed = self.features.get(feature)
         if claimed is None:
             return
-        fields = {**self.base, **claimed.changes, **BATCHES[batch], **changes}
+        lengths = {**BATCHES, **LARGE_BATCHES}[batch]
+        fields = {**self.base, **claimed.changes, **lengths, **changes}
         fields["lse"] = bool(fields["lse"] and self.backend.supports_lse())
         if _goes_together(fields) and self._is_claimed(attention := AttentionCase(**fields)):
             yield ConformanceCase(id=f"{feature}-{batch}", feature=claimed.claim, attention=attention)
@@ -87,11 +93,6 @@ class CaseGenerator:
         if limit is not None and group > limit:
             return False
         return not self.backend.supports_combination(config_of(case, self.device_type))
-
-    def decode_and_mixed(self, *features: str, **changes: Any) -> Iterator[ConformanceCase]:
-        for feature in features:
-            for batch in (DECODE, MIXED):
-                yield from self.case(feature, batch, **changes)
 
 
 def _goes_together(fields: dict[str, Any]) -> bool:

@@ -309,11 +309,13 @@ KERNEL_MUTANTS = (
     Mutant("sixteen_at_a_time", "claims head sizes whose end it does not read", "numerics", SixteenAtATime),
     Mutant("reads_new_tokens_only", "the context in the cache is not read", "numerics", ReadsNewTokensOnly),
     Mutant(
-        "empty_rows_unwritten", "output of requests without keys is left as it was", "padding", EmptyRowsUnwritten
+        "empty_rows_unwritten", "output of requests without keys is left as it is", "padding",
+        EmptyRowsUnwritten,
     ),
     Mutant("tail_unwritten", "output behind the last request is left as it was", "padding", TailUnwritten),
     Mutant("weighs_unseen_by_zero", "NaN in unseen memory gives NaN", "padding", WeighsUnseenByZero),
     Mutant(
-        "rounds_probabilities", "probabilities are rounded to bfloat16 in float32", "numerics", RoundsProbabilities
+        "rounds_probabilities", "probabilities are rounded to bfloat16 in float32", "numerics",
+        RoundsProbabilities,
     ),
 )  # fmt: skip
