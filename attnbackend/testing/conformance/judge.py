@@ -1,9 +1,9 @@
 """The relative rule with a yardstick that small batches cannot make sharp by luck.
 
-In float32 the yardstick's error is that of one order of summation. Over a batch of a few rows its maximum is
-luck, and a kernel that sums in another order can exceed twice of it by honest rounding. The yardstick here is
-therefore plain PyTorch over several arrangements of the head's elements, which are the same attention with
-other roundings; of each element the value farthest from float64 counts.
+In float32 the yardstick's error is that of one order of summation: torch's, which sums in many lanes and so
+errs less than a kernel that sums element after element. Over a batch of a few rows its maximum is luck besides.
+The yardstick here is therefore plain PyTorch in torch's own order and, over several arrangements of a head's
+elements, element after element; of each element of the result the value farthest from float64 counts.
 
 Shape legend: T tokens, H query heads, D head size.
 """
@@ -20,22 +20,27 @@ from attnbackend.testing.judgement import assert_attention_within_rule
 
 __all__ = ["judge"]
 
-ARRANGEMENTS = 6
+ARRANGEMENTS = 3
 
 
 def judge(batch: PagedBatch) -> None:
     """Raises AssertionError when output or LSE of the batch are outside the rule."""
-    sampled = batch.case.dtype is torch.float32
-    assert_attention_within_rule(batch, yardstick=_sampled if sampled else yardstick_attention)
+    try:
+        assert_attention_within_rule(batch)
+    except AssertionError:
+        if batch.case.dtype is not torch.float32:
+            raise
+        # Slow, so only where torch's own order alone does not settle it.
+        assert_attention_within_rule(batch, yardstick=_sampled)
 
 
 def _sampled(batch: PagedBatch) -> tuple[Tensor, Tensor]:
     exact = expected_attention(batch)
     worst = yardstick_attention(batch)
     generator = torch.Generator().manual_seed(batch.case.seed)
-    for _ in range(ARRANGEMENTS - 1):
+    for _ in range(ARRANGEMENTS):
         order_D = torch.randperm(batch.case.head_size, generator=generator)
-        out_THD, lse_TH = yardstick_attention(_arranged(batch, order_D))
+        out_THD, lse_TH = yardstick_attention(_arranged(batch, order_D), in_order=True)
         other = (out_THD[..., order_D.argsort()], lse_TH)
         worst = (_farther(worst[0], other[0], exact[0]), _farther(worst[1], other[1], exact[1]))
     return worst

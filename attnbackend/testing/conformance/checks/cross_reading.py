@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -38,6 +39,7 @@ class CrossReading(Check):
         for what, write, read in (
             ("written by the default writer, read by the backend", _default_write, subject.run_forward),
             ("written and read by the backend", subject.run_write, subject.run_forward),
+            ("read by the backend without key and value", _default_write, partial(_read_cache_alone, subject)),
             (f"written by the backend, read by {READER}", subject.run_write, _other_read),
         ):
             batch = subject.batch(case.attention)
@@ -50,6 +52,11 @@ class CrossReading(Check):
             except AssertionError as error:
                 findings.append(f"{what}: {error}")
         return findings
+
+
+def _read_cache_alone(subject: Subject, batch: PagedBatch) -> None:
+    """As layers do that share another layer's cache."""
+    subject.run_forward(batch, key=None, value=None)
 
 
 def _default_write(batch: PagedBatch) -> None:

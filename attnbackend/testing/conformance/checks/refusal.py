@@ -12,6 +12,7 @@ from attnbackend._torch_compat import fake_mode
 from attnbackend.testing.conformance.case import ConformanceCase, RefusalCase
 from attnbackend.testing.conformance.cases import CaseGenerator, config_of
 from attnbackend.testing.conformance.checks.base import Check
+from attnbackend.testing.conformance.judge import judge
 from attnbackend.testing.conformance.subject import Subject
 from attnbackend.testing.conformance.unclaimed import unclaimed
 
@@ -29,7 +30,9 @@ class Refusal(Check):
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
         assert isinstance(case, RefusalCase)
-        if case.field in ("kv_cache_layout", "use_mla", "use_sparse", "device_type"):
+        if case.field == "kv_cache_layout":
+            return [*_not_a_reason(subject, case), *_silently_wrong(subject, case)]
+        if case.field in ("use_mla", "use_sparse", "device_type"):
             return _not_a_reason(subject, case)
         batch = subject.batch(case.attention)
         extras = {name: _given(subject, value) for name, value in case.extras.items()}
@@ -70,6 +73,22 @@ def _faked(mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
         return mode.from_tensor(x) if isinstance(x, torch.Tensor) else x
 
     return tuple(map(fake, args)), {name: fake(x) for name, x in kwargs.items()}
+
+
+def _silently_wrong(subject: Subject, case: RefusalCase) -> Iterator[str]:
+    """A cache of an unclaimed layout has strides that an op call cannot name: refuse it, or read it right."""
+    batch = subject.batch(replace(case.attention, layout=case.extras["kv_cache_layout"].value))
+    try:
+        subject.run_forward(batch)
+    except ValueError:
+        return
+    try:
+        judge(batch)
+    except AssertionError as error:
+        yield (
+            f"a cache of the unclaimed layout {batch.case.layout} is neither refused nor read right; check "
+            f"strides in forward() and raise ValueError: {error}"
+        )
 
 
 def _not_a_reason(subject: Subject, case: RefusalCase) -> Sequence[str]:

@@ -16,6 +16,7 @@ from attnbackend.impl import OptionalTensors
 from attnbackend.metadata import CommonAttentionMetadata
 from attnbackend.testing.conformance.honest import HonestImpl, Places
 from attnbackend.testing.conformance.mutants.mutant import Mutant
+from attnbackend.types import KVCacheLayout
 
 __all__ = ["KERNEL_MUTANTS"]
 
@@ -228,6 +229,16 @@ class ReadsNewTokensOnly(HonestImpl):
         return super().visible(at, keys) & new_TL
 
 
+class NeedsKey(HonestImpl):
+    def attend(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
+        attn_metadata: Any, output: Tensor, tensors: OptionalTensors,
+    ) -> None:  # fmt: skip
+        """Asks ``key``, which a call may leave out, for what the cache says too."""
+        assert key is not None, "no key"
+        super().attend(query, key, value, kv_cache, attn_metadata, output, tensors)
+
+
 class EmptyRowsUnwritten(HonestImpl):
     def finish(
         self, out_THD: Tensor, lse_TH: Tensor, at: Places, output: Tensor, tensors: OptionalTensors
@@ -305,6 +316,15 @@ KERNEL_MUTANTS = (
     ),
     Mutant("hnd_read_as_nhd", "strides within a page are taken from its shape", "numerics", HNDReadAsNHD),
     Mutant("dense_blocks", "the stride between blocks is taken from the shape", "numerics", DenseBlocks),
+    Mutant(
+        "other_layout_misread", "HND is not claimed, not refused and read as NHD", "refusal", HNDReadAsNHD,
+        claims={"supported_layouts": (KVCacheLayout.NHD,)},
+    ),
+    Mutant(
+        "offset_claim_not_kept", "max_cache_offset is claimed; beyond it offsets wrap", "overflow", Offsets32,
+        claims={"max_cache_offset": 2**31 - 1},
+    ),
+    Mutant("needs_key", "a call without key and value fails", "cross_reading", NeedsKey),
     Mutant("offsets_in_32_bits", "cache offsets wrap at 2**31, unclaimed", "overflow", Offsets32),
     Mutant("sixteen_at_a_time", "claims head sizes whose end it does not read", "numerics", SixteenAtATime),
     Mutant("reads_new_tokens_only", "the context in the cache is not read", "numerics", ReadsNewTokensOnly),
