@@ -70,6 +70,13 @@ def test_another_seed_gives_other_data() -> None:
     assert first.attention != second.attention
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_honest_kernel_passes_whatever_the_seed(seed: int) -> None:
+    """Under a yardstick of torch's own order of summation alone, 20 float32 cases of seed 1 failed."""
+    check_backend(HonestBackend, only=["numerics"], seed=seed, case="*-queries_before*").assert_ok()
+    check_backend(HonestBackend, only=["numerics"], seed=seed, case="*window*").assert_ok()
+
+
 class Modest(HonestBackend):
     """Claims next to nothing; the kernels could do more."""
 

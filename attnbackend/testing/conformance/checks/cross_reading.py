@@ -39,7 +39,7 @@ class CrossReading(Check):
         for what, write, read in (
             ("written by the default writer, read by the backend", _default_write, subject.run_forward),
             ("written and read by the backend", subject.run_write, subject.run_forward),
-            ("read by the backend without key and value", _default_write, partial(_read_cache_alone, subject)),
+            ("read without key and value", _default_write, partial(_read_cache_alone, subject)),
             (f"written by the backend, read by {READER}", subject.run_write, _other_read),
         ):
             batch = subject.batch(case.attention)
