@@ -1,4 +1,4 @@
-"""The check of CUDA graphs, with a graph that a CPU can have: it remembers its plan and tensors and runs again."""
+"""The check of CUDA graphs, with a stand-in for a graph that a CPU can run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def _record(subject: Subject, batch: PagedBatch, buffers: PersistentBatch) -> Re
     return Recorded(subject, batch, buffers, context.plans[GROUP, subject.name])
 
 
-def _findings(backend: type[AttentionBackend], level: AttentionCGSupport, feature: str = "plain") -> list[str]:
+def _findings(
+    backend: type[AttentionBackend], level: AttentionCGSupport, feature: str = "plain"
+) -> list[str]:
     with open_subject(backend) as subject:
         case = next(CaseGenerator(backend, "cpu").case(feature, "decode"))
         pair = (graphs._sized(subject, case.attention, lengths) for lengths in graphs._BATCHES[level])

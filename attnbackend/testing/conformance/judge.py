@@ -1,8 +1,9 @@
 """The relative rule with a yardstick that small batches cannot make sharp by luck.
 
 In float32 the yardstick's error is that of one order of summation: torch's, which sums in many lanes and so
-errs less than a kernel that sums element after element. Over a batch of a few rows its maximum is luck. The yardstick here is therefore plain PyTorch in torch's own order and, over several arrangements of a head's
-elements, element after element; of each element of the result the value farthest from float64 counts.
+errs less than a kernel that sums element after element. Over a batch of a few rows its maximum is luck, too.
+Where a result fails under it, the yardstick is plain PyTorch in torch's own order and, over arrangements of a
+head's elements, element after element; of each element of the result the value farthest from float64 counts.
 
 Shape legend: T tokens, H query heads, D head size.
 """
