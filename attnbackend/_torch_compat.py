@@ -18,10 +18,13 @@ __all__ = [
     "FakeTensor",
     "StorageRef",
     "add_cache_key",
+    "aoti_round_trip",
     "cache_key",
     "can_pack",
     "compiled_call",
     "compiler_backend",
+    "fake_mode",
+    "inductor_code",
     "inductor_graph_pass",
     "multiply_packed",
     "no_duck_shapes",
@@ -153,3 +156,25 @@ def no_duck_shapes() -> AbstractContextManager[object]:
     import torch.fx.experimental._config as config
 
     return config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+
+
+def fake_mode() -> Any:
+    """A context in which tensors have no data, as while a model is being traced."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def inductor_code(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """What Inductor's compilation of ``function`` returns for ``args``, and the code it generated."""
+    from torch._inductor.utils import run_and_get_code
+
+    result, codes = run_and_get_code(torch.compile(function, fullgraph=True), *args)
+    return result, "\n".join(codes)
+
+
+def aoti_round_trip(program: torch.export.ExportedProgram, path: str) -> Callable[..., Any]:
+    """The program compiled into a package at ``path`` and loaded from there."""
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+    return aoti_load_package(aoti_compile_and_package(program, package_path=path))

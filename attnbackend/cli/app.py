@@ -8,6 +8,7 @@ import typer
 
 from attnbackend import __version__
 from attnbackend.cli.backends import backends
+from attnbackend.cli.check import check
 from attnbackend.cli.explain import explain
 from attnbackend.cli.generate import generate
 
@@ -42,3 +43,4 @@ def _common(
 app.command()(generate)
 app.command()(backends)
 app.command()(explain)
+app.command()(check)

@@ -155,9 +155,12 @@ def expected_attention(batch: PagedBatch) -> tuple[Tensor, Tensor]:
     return _dense(batch, reference_attention)
 
 
-def yardstick_attention(batch: PagedBatch) -> tuple[Tensor, Tensor]:
-    """The same by plain PyTorch in the query's dtype (LSE float32), on the CPU."""
-    return _dense(batch, plain_torch_attention)
+def yardstick_attention(batch: PagedBatch, *, in_order: bool = False) -> tuple[Tensor, Tensor]:
+    """The same by plain PyTorch in the query's dtype (LSE float32), on the CPU.
+
+    ``in_order`` sums element after element instead of as torch's matrix product does.
+    """
+    return _dense(batch, DenseAttention(exact=False, in_order=True) if in_order else plain_torch_attention)
 
 
 def _dense(batch: PagedBatch, attend: DenseAttention) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,8 @@ class DenseAttention:
     """
 
     exact: bool
+    in_order: bool = False
+    """Sums of both matrix products element after element, each rounded: the least exact honest order."""
 
     def __call__(
         self,
@@ -94,7 +96,8 @@ class DenseAttention:
         for request in _requests(
             query.to(work), key_pages, value_pages, query_start_loc, seq_lens, block_table
         ):
-            s_HNL = _matmul(request.q_NHD, request.k_LHD.transpose(0, 2)).to(between) * scale
+            q_HND, k_HDL = request.q_NHD.transpose(0, 1), request.k_LHD.permute(1, 2, 0)
+            s_HNL = self._matmul(q_HND, k_HDL).to(between) * scale
             if logits_soft_cap > 0:
                 s_HNL = logits_soft_cap * torch.tanh(s_HNL / logits_soft_cap)
             if alibi_slopes is not None:
@@ -102,10 +105,19 @@ class DenseAttention:
             visible_NL = _visible_keys(request, causal, sliding_window)
             s_HNL = s_HNL.masked_fill(~visible_NL, -torch.inf)
             p_HNL, lse_HN = _softmax_with_sink(s_HNL, sinks)
-            o_HND = p_HNL.to(work) @ request.v_LHD.transpose(0, 1)
+            o_HND = self._matmul(p_HNL.to(work), request.v_LHD.transpose(0, 1))
             out_THD[request.rows] = o_HND.transpose(0, 1)
             lse_TH[request.rows] = lse_HN.transpose(0, 1)
         return out_THD, lse_TH
+
+    def _matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """[H, N, X] @ [H, X, Y]."""
+        if not self.in_order:
+            return a @ b
+        total = a.new_zeros(*a.shape[:2], b.shape[2])
+        for x in range(a.shape[2]):
+            total = total + a[:, :, x, None] * b[:, None, x]
+        return total
 
 
 reference_attention = DenseAttention(exact=True)
@@ -168,10 +180,6 @@ def _blocks_of(table_W: Tensor, length: int, cache_BSKD: Tensor, row: int) -> li
             f"block_table[{row}] names blocks {outside}, but kv_cache has blocks 0..{num_blocks - 1}"
         )
     return block_ids
-
-
-def _matmul(q_NHD: Tensor, k_DHL: Tensor) -> Tensor:
-    return q_NHD.transpose(0, 1) @ k_DHL.transpose(0, 1)
 
 
 def _key_minus_query_position(request: _Request) -> Tensor:

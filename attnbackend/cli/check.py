@@ -1,0 +1,87 @@
+"""``attnbackend check``: does a backend do what it claims?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attnbackend.cli import EXIT_NOT_POSSIBLE
+from attnbackend.cli.errors import check_choice, user_errors
+
+if TYPE_CHECKING:
+    from attnbackend.testing.conformance import Outcome
+    from attnbackend.testing.conformance.runner import OnProgress
+
+__all__ = ["check"]
+
+
+def check(
+    backend: Annotated[str, typer.Argument(help="A backend's name, or package.module.Class.")],
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    only: Annotated[list[str] | None, typer.Option(help="A check to run; may be repeated.")] = None,
+    case: Annotated[str, typer.Option(help="Pattern of case ids, such as 'window*'.")] = "*",
+    seed: Annotated[int, typer.Option(help="Seed of all data.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Every claim and batch, but not every pair.")
+    ] = False,
+    slow: Annotated[bool, typer.Option("--slow", help="Also build AOTInductor packages.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write the report as an HTML page.")] = None,
+) -> None:
+    """Check a backend against its claims: numerics, refusals, cache writes, plans, compilation, ...
+
+    The exit code is 1 when anything failed.
+    """
+    with user_errors(), _importable_from_here(backend):
+        from attnbackend.testing.conformance import check_backend, report_html
+
+        device = check_choice("--device", device, ("cpu", "cuda"))
+        with _progress(backend) as on_progress:
+            report = check_backend(
+                backend, device=device, seed=seed, only=only or None, case=case, quick=quick, slow=slow,
+                on_progress=on_progress,
+            )  # fmt: skip
+        if html is not None:
+            html.write_text(report_html(report))
+    typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
+    if not report.ok:
+        raise typer.Exit(EXIT_NOT_POSSIBLE)
+
+
+@contextmanager
+def _importable_from_here(backend: str) -> Iterator[None]:
+    """A path may lead to a module in the current folder, as with ``python -m``."""
+    here = str(Path.cwd())
+    added = "." in backend and here not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove(here)
+
+
+@contextmanager
+def _progress(backend: str) -> Iterator[OnProgress]:
+    """A bar on stderr, where that is a terminal, and failures as they come."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(backend, total=None)
+
+        def on_progress(done: int, total: int, outcome: Outcome) -> None:
+            bar.update(task, completed=done, total=total, description=f"{backend}: {outcome.check}")
+
+        yield on_progress

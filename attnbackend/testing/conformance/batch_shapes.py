@@ -1,0 +1,37 @@
+"""The batches that cases run over: each is one thing that a kernel's indexing can get wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["BATCHES", "DECODE", "LARGEST", "LARGE_BATCHES", "MIXED", "PADDED"]
+
+MIXED, DECODE, PADDED = "mixed", "decode", "padded"
+
+LARGEST: dict[str, Any] = {"query_lens": (1, 5, 0, 17, 1), "context_lens": (40, 0, 9, 20, 0)}
+
+BATCHES: dict[str, dict[str, Any]] = {
+    MIXED: LARGEST,
+    DECODE: {"query_lens": (1, 1, 1), "context_lens": (0, 33, 70)},
+    "uniform_of_four": {"query_lens": (4, 4, 4), "context_lens": (12, 28, 3)},
+    "prefill": {"query_lens": (19, 3), "context_lens": (0, 0)},
+    "chunked_prefill": {"query_lens": (16, 9), "context_lens": (32, 16)},
+    "one_token": {"query_lens": (1,), "context_lens": (0,)},
+    "zero_length_rows": {"query_lens": (0, 2, 0), "context_lens": (5, 30, 0)},
+    PADDED: {
+        "query_lens": (1, 0, 3),
+        "context_lens": (16, 0, 15),
+        "num_padded_rows": 3,
+        "num_padded_tokens": 2,
+    },
+    "graph_padding_requests": {"query_lens": (1, 1, 1), "context_lens": (20, -1, -1)},
+    "queries_before_the_first_key": {"query_lens": (4, 1), "context_lens": (-2, 3)},
+}
+"""Name -> lengths of an `AttentionCase`."""
+
+LARGE_BATCHES: dict[str, dict[str, Any]] = {
+    "long_context": {"query_lens": (1, 3), "context_lens": (1301, 700)},
+    "long_prompt": {"query_lens": (150,), "context_lens": (21,)},
+    "many_requests": {"query_lens": (1,) * 37, "context_lens": tuple(range(37))},
+}
+"""As `BATCHES`, beyond what one tile of a kernel holds; for a few features only."""

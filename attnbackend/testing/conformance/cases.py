@@ -1,0 +1,115 @@
+"""From a backend's claims to cases: the same claims and seed give the same cases, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from attnbackend.backend import AttentionBackend
+from attnbackend.selector import AttentionSelectorConfig
+from attnbackend.testing.cases import AttentionCase
+from attnbackend.testing.conformance.batch_shapes import BATCHES, LARGE_BATCHES, MIXED
+from attnbackend.testing.conformance.case import ConformanceCase
+from attnbackend.testing.conformance.features import Feature, claimed_features
+from attnbackend.testing.conformance.sizes import pick_size
+
+__all__ = ["CaseGenerator", "config_of"]
+
+_LARGE = ("plain", "newest_key", "window_edge", "everything")
+"""Features that run over `LARGE_BATCHES` too."""
+
+
+@dataclass(frozen=True)
+class CaseGenerator:
+    """Cases for one backend on one device."""
+
+    backend: type[AttentionBackend]
+    device_type: str
+    seed: int = 0
+    quick: bool = False
+    """Every feature and every batch, but not every pair of them."""
+
+    @cached_property
+    def features(self) -> dict[str, Feature]:
+        return {feature.name: feature for feature in claimed_features(self.backend)}
+
+    def pairs(self) -> Iterator[ConformanceCase]:
+        """Every feature over every batch; quick: each feature over one, and all batches with all features."""
+        for name in self.features:
+            batches: Iterable[str] = BATCHES
+            if self.quick and name not in ("plain", "everything"):
+                batches = (MIXED,)
+            for batch in batches:
+                yield from self.case(name, batch)
+            if name in _LARGE and not (self.quick and name == "newest_key"):
+                yield from self.some(*((name, batch) for batch in LARGE_BATCHES))
+
+    def some(self, *pairs: tuple[str, str], **changes: Any) -> Iterator[ConformanceCase]:
+        """Cases of (feature, batch), those left out that the backend does not claim."""
+        for feature, batch in pairs:
+            yield from self.case(feature, batch, **changes)
+
+    def case(self, feature: str, batch: str, **changes: Any) -> Iterator[ConformanceCase]:
+        """The one case of a feature over a batch, or none where they do not go together."""
+        claimed = self.features.get(feature)
+        if claimed is None:
+            return
+        lengths = {**BATCHES, **LARGE_BATCHES}[batch]
+        fields = {**self.base, **claimed.changes, **lengths, **changes}
+        fields["lse"] = bool(fields["lse"] and self.backend.supports_lse())
+        if _goes_together(fields) and self._is_claimed(attention := AttentionCase(**fields)):
+            yield ConformanceCase(id=f"{feature}-{batch}", feature=claimed.claim, attention=attention)
+
+    @cached_property
+    def base(self) -> dict[str, Any]:
+        """What all cases start from: typical sizes, or the nearest that are claimed."""
+        backend = self.backend
+        limit = backend.max_group_size
+        dtypes = [d for d in (torch.float32, torch.bfloat16, torch.float16) if backend.supports_dtype(d)]
+        if not dtypes:
+            raise ValueError(f"{backend.get_name()} claims no dtype; state supported_dtypes")
+        return {
+            "dtype": dtypes[0] if self.device_type == "cpu" else dtypes[min(1, len(dtypes) - 1)],
+            "kv_cache_dtype": "auto" if backend.supports_kv_cache_dtype("auto") else self._cache_dtype(),
+            "head_size": pick_size(backend.supported_head_sizes, 64),
+            "block_size": pick_size(backend.supported_block_sizes, 16),
+            "num_heads": 4 if limit is None or limit > 1 else 2,
+            "num_kv_heads": 2,
+            "layout": backend.supported_layouts[0].value,
+            "lse": True,
+            "seed": self.seed,
+        }
+
+    def _cache_dtype(self) -> str:
+        return next(iter(self.backend.supported_kv_cache_dtypes))
+
+    def _is_claimed(self, case: AttentionCase) -> bool:
+        """Whether no limit of the backend that single fields do not show stands against the case."""
+        limit, group = self.backend.max_group_size, case.num_heads // case.num_kv_heads
+        if limit is not None and group > limit:
+            return False
+        return not self.backend.supports_combination(config_of(case, self.device_type))
+
+
+def _goes_together(fields: dict[str, Any]) -> bool:
+    if fields.get("probe") != "window_edge":
+        return True
+    longest = max(a + b for a, b in zip(fields["query_lens"], fields["context_lens"], strict=True))
+    return longest > fields["sliding_window"]
+
+
+def config_of(case: AttentionCase, device_type: str, /, **changes: Any) -> AttentionSelectorConfig:
+    """What a case asks of a backend."""
+    scales = (case.k_scale, case.v_scale)
+    fields: dict[str, Any] = {
+        "device_type": device_type, "head_size": case.head_size, "num_heads": case.num_heads,
+        "num_kv_heads": case.num_kv_heads, "dtype": case.dtype, "kv_cache_dtype": case.kv_cache_dtype,
+        "block_size": case.block_size, "causal": case.causal, "sliding_window": case.sliding_window,
+        "logits_soft_cap": case.logits_soft_cap, "has_alibi": case.use_alibi, "has_sinks": case.use_sinks,
+        "needs_lse": case.lse, "per_head_quant_scales": any(isinstance(s, tuple) for s in scales),
+    }  # fmt: skip
+    return AttentionSelectorConfig.dense(**{**fields, **changes})

@@ -1,0 +1,101 @@
+"""Scaled queries and quantised outputs, where they are claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnbackend.testing.batches import PagedBatch, expected_attention
+from attnbackend.testing.conformance.batch_shapes import MIXED, PADDED
+from attnbackend.testing.conformance.case import ConformanceCase
+from attnbackend.testing.conformance.cases import CaseGenerator
+from attnbackend.testing.conformance.checks.base import Check
+from attnbackend.testing.conformance.judge import judge
+from attnbackend.testing.conformance.subject import Subject
+
+__all__ = ["Scales"]
+
+_Q_SCALE, _OUTPUT_SCALE, _GROUPS = 0.25, 0.0005, 2
+_HALF_STEP = {torch.float8_e4m3fn: (2.0**-4, 2.0**-10), torch.float8_e5m2: (2.0**-3, 2.0**-17)}
+"""Of a format: largest relative rounding error of normal values, largest absolute one of the others."""
+
+
+class Scales(Check):
+    name = "scales"
+    proves = "Query scale, output scale and output block scale are applied once, and stored values saturate."
+
+    def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
+        features = ["plain", "everything", *_fp8(generate)]
+        for claim in ("query_scale", "output_scale", "output_block_scale"):
+            if getattr(generate.backend, f"supports_{claim}"):
+                for feature in features:
+                    batch = PADDED if feature == "plain" else MIXED
+                    for case in generate.case(feature, batch):
+                        yield replace(case, id=f"{claim}-{case.id}", feature=claim)
+
+    def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
+        batch = subject.batch(case.attention)
+        if case.feature == "query_scale":
+            return _query_scale(subject, batch)
+        exact = expected_attention(batch)[0]
+        formats = (torch.float8_e4m3fn, torch.float8_e5m2)
+        if case.feature == "output_scale":
+            return [f for dtype in formats for f in _output_scale(subject, batch, exact, dtype)]
+        return _block_scale(subject, batch, exact)
+
+
+def _fp8(generate: CaseGenerator) -> list[str]:
+    return [name for name in generate.features if "float32_cache_fp8" in name][:1]
+
+
+def _scale(subject: Subject, value: float) -> Tensor:
+    return torch.full((1,), value, device=subject.device)
+
+
+def _query_scale(subject: Subject, batch: PagedBatch) -> Sequence[str]:
+    subject.run_forward(batch, q_scale=_scale(subject, _Q_SCALE))
+    scaled = replace(batch.case, scale=batch.case.softmax_scale * _Q_SCALE)
+    judge(replace(batch, case=scaled))
+    return ()
+
+
+def _output_scale(
+    subject: Subject, batch: PagedBatch, exact: Tensor, dtype: torch.dtype
+) -> Iterator[str]:  # fmt: skip
+    scale = _OUTPUT_SCALE if dtype is torch.float8_e4m3fn else 1e-5
+    stored = torch.full(batch.output.shape, 1, dtype=torch.uint8, device=subject.device).view(dtype)
+    subject.run_forward(batch, output=stored, output_scale=_scale(subject, scale))
+    limit = torch.finfo(dtype).max
+    wanted = (exact / scale).clamp(-limit, limit)
+    yield from _apart(f"output in {dtype}", stored.cpu().double(), wanted, dtype)
+
+
+def _block_scale(subject: Subject, batch: PagedBatch, exact: Tensor) -> Sequence[str]:
+    dtype, tokens = torch.float8_e4m3fn, len(exact)
+    stored = torch.full(batch.output.shape, 1, dtype=torch.uint8, device=subject.device).view(dtype)
+    scales = torch.full((tokens, _GROUPS), torch.nan, device=subject.device)
+    subject.run_forward(batch, output=stored, output_block_scale=scales)
+    groups = exact.reshape(tokens, _GROUPS, -1)
+    wanted = groups.abs().amax(-1) / torch.finfo(dtype).max
+    got = scales.cpu().double()
+    if not torch.allclose(got, wanted, rtol=1e-2, atol=0.0):
+        return [f"block scales are {got.flatten()[:3].tolist()}..., not {wanted.flatten()[:3].tolist()}..."]
+    divisor = torch.where(wanted == 0, 1.0, wanted).unsqueeze(-1)
+    real = stored.cpu().double().reshape(groups.shape)
+    return list(_apart("output in blocks", real, groups / divisor, dtype))
+
+
+def _apart(what: str, got: Tensor, wanted: Tensor, dtype: torch.dtype) -> Iterator[str]:
+    """Rounding to the format, and 1% of it for the error of the kernel's own result."""
+    relative, absolute = _HALF_STEP[dtype]
+    allowed = 1.01 * (wanted.abs() * relative).clamp(min=absolute) + 0.01 * wanted.abs().clamp(min=1e-2)
+    bad = ~((got - wanted).abs() <= allowed)
+    if bool(bad.any()):
+        first = tuple(int(i) for i in bad.nonzero()[0])
+        yield (
+            f"{what}: {int(bad.sum())} of {bad.numel()} stored values are wrong, first at {list(first)}: "
+            f"{float(got[first]):.6g} instead of {float(wanted[first]):.6g}"
+        )

@@ -1,0 +1,42 @@
+"""What a call writes, against what its schema declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED, PADDED
+from attnbackend.testing.conformance.case import ConformanceCase
+from attnbackend.testing.conformance.cases import CaseGenerator
+from attnbackend.testing.conformance.checks.base import Check
+from attnbackend.testing.conformance.subject import Subject
+from attnbackend.testing.state_audit import AuditReport, audit_op
+
+__all__ = ["StateAudit"]
+
+
+class StateAudit(Check):
+    name = "state_audit"
+    proves = "A call changes its declared arguments and no other memory of the process, and does change them."
+
+    def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
+        fp8 = next((n for n in generate.features if "float32_cache_fp8" in n), "hnd")
+        yield from generate.some(
+            ("plain", MIXED), ("everything", PADDED), ("hnd", DECODE), ("layers_interleaved", DECODE),
+            ("strided_tensors", MIXED), (fp8, DECODE), new_tokens_written=False,
+        )  # fmt: skip
+
+    def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
+        batch = subject.batch(case.attention)
+        write = audit_op(subject.write, *subject.write_args(batch))
+        # A second batch: the writer leaves the first one's slots written.
+        written = subject.batch(replace(case.attention, new_tokens_written=True))
+        forward = audit_op(subject.forward, *subject.forward_args(written))
+        return [*_faults("kv_cache_update", write), *_faults("forward", forward)]
+
+
+def _faults(what: str, report: AuditReport) -> Iterator[str]:
+    for finding in report.findings:
+        yield f"{what}: {finding}"
+    for name in sorted(report.declared - report.written):
+        yield f"{what}: {name} is declared written, poisoned before the call, and was not written"

@@ -1,0 +1,114 @@
+"""What a backend may claim, and the cases that make each claim decide the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attnbackend.backend import AttentionBackend
+from attnbackend.kv_cache import KV_CACHE_DTYPES
+from attnbackend.testing.conformance.sizes import probing_sizes
+from attnbackend.types import KVCacheLayout, describe
+
+__all__ = ["Feature", "claimed_features"]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Changes of an `AttentionCase` that probe one claim."""
+
+    name: str
+    claim: str
+    """Row of the report's matrix."""
+    changes: dict[str, Any] = field(default_factory=dict, hash=False)
+    needs: tuple[str, ...] = ()
+    """Boolean claims without which the case makes no sense."""
+
+
+_WINDOW = ("supports_sliding_window",)
+_CAP = ("supports_logits_soft_cap",)
+_SINKS = ("supports_sinks",)
+_FULL = ("supports_non_causal",)
+
+_FIXED = (
+    Feature("plain", "plain"),
+    Feature("newest_key", "plain", {"probe": "newest_key"}),
+    Feature("another_scale", "plain", {"scale": 0.3}),
+    Feature("no_lse", "plain", {"lse": False}),
+    Feature("multi_query", "heads", {"num_heads": 4, "num_kv_heads": 1}),
+    Feature("group_of_three", "heads", {"num_heads": 9, "num_kv_heads": 3}),
+    Feature("no_groups", "heads", {"num_heads": 3, "num_kv_heads": 3}),
+    Feature("value_is_head", "heads", {"num_heads": 8, "num_kv_heads": 4, "probe": "value_is_head"}),
+    Feature("window", "sliding_window", {"sliding_window": 7}, _WINDOW),
+    Feature("window_edge", "sliding_window", {"sliding_window": 7, "probe": "window_edge"}, _WINDOW),
+    Feature("window_of_one", "sliding_window", {"sliding_window": 1}, _WINDOW),
+    Feature("window_wider_than_all", "sliding_window", {"sliding_window": 4096}, _WINDOW),
+    Feature("soft_cap", "logits_soft_cap", {"logits_soft_cap": 5.0, "probe": "soft_cap"}, _CAP),
+    Feature("soft_cap_after_scale", "logits_soft_cap", {"logits_soft_cap": 2.0, "scale": 0.7}, _CAP),
+    Feature("alibi", "alibi", {"use_alibi": True}, ("supports_alibi",)),
+    Feature("sinks", "sinks", {"use_sinks": True}, _SINKS),
+    Feature("not_causal", "non_causal", {"causal": False}, _FULL),
+    Feature("not_causal_window", "non_causal", {"causal": False, "sliding_window": 7}, _FULL + _WINDOW),
+    Feature("layers_interleaved", "memory", {"num_layers": 3}),
+    Feature("keys_before_values", "memory", {"kv_outermost": True}),
+    Feature("strided_tensors", "memory", {"strided_tensors": True}),
+)
+
+
+def claimed_features(backend: type[AttentionBackend]) -> Iterator[Feature]:
+    """Every feature that the backend's claims ask for, in a fixed order."""
+    for feature in _FIXED:
+        if all(getattr(backend, claim) for claim in feature.needs):
+            yield feature
+    yield _everything(backend)
+    if KVCacheLayout.HND in backend.supported_layouts:
+        yield Feature("hnd", "layout", {"layout": "HND"})
+        yield Feature("hnd_layers_interleaved", "layout", {"layout": "HND", "num_layers": 2})
+    yield from _sizes(backend)
+    yield from _types(backend)
+
+
+def _everything(backend: type[AttentionBackend]) -> Feature:
+    """All that the backend claims at once."""
+    asked: dict[str, dict[str, Any]] = {
+        "supports_sliding_window": {"sliding_window": 9},
+        "supports_logits_soft_cap": {"logits_soft_cap": 8.0},
+        "supports_sinks": {"use_sinks": True},
+        "supports_alibi": {"use_alibi": True},
+    }
+    changes = {k: v for claim, part in asked.items() if getattr(backend, claim) for k, v in part.items()}
+    return Feature("everything", "all at once", changes)
+
+
+def _sizes(backend: type[AttentionBackend]) -> Iterator[Feature]:
+    for size in probing_sizes(backend.supported_head_sizes, typical=(64, 80, 128), largest=256):
+        if backend.supports_head_size(size):
+            yield Feature(f"head_size_{size}", "head_size", {"head_size": size})
+    for size in probing_sizes(backend.supported_block_sizes, typical=(16, 32, 48), largest=64):
+        if backend.supports_block_size(size):
+            yield Feature(f"block_size_{size}", "block_size", {"block_size": size})
+
+
+def _types(backend: type[AttentionBackend]) -> Iterator[Feature]:
+    names = [n for n in KV_CACHE_DTYPES if n != "auto" and backend.supports_kv_cache_dtype(n)]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        if not backend.supports_dtype(dtype):
+            continue
+        yield Feature(f"dtype_{describe(dtype)}", "dtype", {"dtype": dtype})
+        for name in names:
+            yield Feature(
+                f"dtype_{describe(dtype)}_cache_{name}", "kv_cache_dtype", _cache_of(name) | {"dtype": dtype}
+            )
+    for name in names:
+        if name.startswith("fp8") and backend.supports_per_head_quant_scales:
+            scales = {"kv_cache_dtype": name, "k_scale": (0.25, 0.5), "v_scale": (1.0, 0.125)}
+            yield Feature(f"cache_{name}_per_head_scales", "per_head_quant_scales", scales)
+
+
+def _cache_of(name: str) -> dict[str, Any]:
+    """A float8 cache comes with scales that are not 1, so that each must be applied once."""
+    scales = {"k_scale": 0.25, "v_scale": 0.5} if name.startswith("fp8") else {}
+    return {"kv_cache_dtype": name, **scales}

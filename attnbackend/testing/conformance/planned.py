@@ -1,0 +1,140 @@
+"""Batches in buffers of fixed size, and plans made from them: as a serving engine does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnbackend.forward_context import ForwardContext
+from attnbackend.impl import AttentionParams
+from attnbackend.kv_cache import spec_of
+from attnbackend.metadata import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    BatchLimits,
+    CommonAttentionMetadata,
+)
+from attnbackend.testing.batches import PagedBatch
+from attnbackend.testing.cases import AttentionCase
+from attnbackend.testing.conformance.subject import Subject
+from attnbackend.types import AttentionCGSupport
+
+__all__ = [
+    "GROUP",
+    "PersistentBatch",
+    "context_of",
+    "graph_support",
+    "make_builder",
+    "params_of",
+    "plan_tensors",
+]
+
+GROUP = 0
+
+
+@dataclass(frozen=True)
+class PersistentBatch:
+    """query_start_loc, seq_lens and block_table of the largest size, filled anew for each batch."""
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    num_tokens: int
+    block_size: int
+
+    @classmethod
+    def for_batches(cls, batches: Sequence[PagedBatch], device: torch.device) -> PersistentBatch:
+        rows = max(len(b.seq_lens) for b in batches)
+        width = max(b.block_table.shape[1] for b in batches)
+        zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+        return cls(
+            query_start_loc=zeros(rows + 1),
+            seq_lens=zeros(rows),
+            block_table=zeros(rows, width),
+            num_tokens=max(b.query.shape[0] for b in batches),
+            block_size=batches[0].case.block_size,
+        )
+
+    @property
+    def limits(self) -> BatchLimits:
+        rows, width = self.block_table.shape
+        return BatchLimits(rows, self.num_tokens, width * self.block_size)
+
+    def fill(self, batch: PagedBatch) -> CommonAttentionMetadata:
+        """Copies the batch in; rows behind it become padding."""
+        rows, width = batch.block_table.shape
+        self.query_start_loc[: rows + 1].copy_(batch.query_start_loc)
+        self.query_start_loc[rows + 1 :] = batch.query_start_loc[-1]
+        self.seq_lens.zero_()[:rows].copy_(batch.seq_lens)
+        self.block_table.zero_()[:rows, :width].copy_(batch.block_table)
+        return CommonAttentionMetadata(
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            block_table=self.block_table,
+            num_reqs=len(batch.case.query_lens),
+            num_actual_tokens=sum(batch.case.query_lens),
+            max_query_len=max(batch.case.query_lens),
+            max_seq_len=max(batch.case.seq_lens),
+            causal=batch.case.causal,
+            query_start_loc_cpu=self.query_start_loc.cpu(),
+            seq_lens_cpu=self.seq_lens.cpu(),
+        )
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """What the op is given in the place of the batch's own."""
+        return {
+            "query_start_loc": self.query_start_loc,
+            "seq_lens": self.seq_lens,
+            "block_table": self.block_table,
+        }
+
+
+def params_of(case: AttentionCase, device_type: str) -> AttentionParams:
+    """What a layer of the case is built with."""
+    return AttentionParams(
+        num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_size=case.head_size,
+        dtype=case.dtype, kv_cache_dtype=case.kv_cache_dtype, block_size=case.block_size,
+        device_type=device_type, scale=case.softmax_scale, causal=case.causal,
+        sliding_window=case.sliding_window, logits_soft_cap=case.logits_soft_cap,
+    )  # fmt: skip
+
+
+def make_builder(
+    subject: Subject, case: AttentionCase, limits: BatchLimits
+) -> AttentionMetadataBuilder[AttentionMetadata]:
+    """The backend's builder with persistent buffers."""
+    params = params_of(case, subject.device.type)
+    return subject.backend.get_builder_cls()(params, spec_of(params), limits, subject.device)
+
+
+def graph_support(subject: Subject, case: AttentionCase) -> AttentionCGSupport:
+    """How much of the backend a CUDA graph can hold, as its builder claims."""
+    spec = spec_of(params_of(case, subject.device.type))
+    return subject.backend.get_builder_cls().get_cudagraph_support(spec)
+
+
+def context_of(subject: Subject, plan: AttentionMetadata) -> ForwardContext:
+    """The context in which the subject's ops of group `GROUP` find ``plan``."""
+    return ForwardContext(plans={(GROUP, subject.name): plan})
+
+
+def plan_tensors(plan: Any, prefix: str = "plan") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor on the device that a plan holds, by its path."""
+    if isinstance(plan, Tensor):
+        yield prefix, plan
+    elif is_dataclass(plan):
+        for f in fields(plan):
+            if not f.name.endswith("_cpu"):
+                yield from plan_tensors(getattr(plan, f.name), f"{prefix}.{f.name}")
+    elif isinstance(plan, (tuple, list)):
+        for i, item in enumerate(plan):
+            yield from plan_tensors(item, f"{prefix}[{i}]")
+    elif isinstance(plan, dict):
+        for key, item in plan.items():
+            yield from plan_tensors(item, f"{prefix}[{key!r}]")

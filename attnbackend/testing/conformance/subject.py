@@ -1,0 +1,150 @@
+"""The backend under test, with its ops, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnbackend.backend import AttentionBackend
+from attnbackend.config import set_config
+from attnbackend.ops.agnostic import kv_cache_update
+from attnbackend.ops.generate import backend_op
+from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE
+from attnbackend.registry import (
+    any_case_name,
+    backend_names,
+    register_backend,
+    registry_scope,
+    require_implemented,
+    resolve_backend,
+)
+from attnbackend.testing.batches import (
+    PagedBatch,
+    kv_update_kwargs,
+    kv_update_positional,
+    make_batch,
+    op_kwargs,
+    op_positional,
+)
+from attnbackend.testing.cases import AttentionCase
+from attnbackend.testing.conformance.cache_shape import cache_permutation
+
+__all__ = ["BackendLike", "Subject", "open_subject"]
+
+BackendLike = str | type[AttentionBackend]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What checks call. Inside `open_subject` the agnostic ops run on the backend too."""
+
+    backend: type[AttentionBackend]
+    device: torch.device
+    forward: torch._ops.OpOverload
+    write: torch._ops.OpOverload
+    """The backend's own writer, or the agnostic op where it has none."""
+    permutation: tuple[int, ...]
+    """Dimensions of the standard cache in the order of the backend's."""
+    slow: bool = False
+    """Whether what takes minutes is checked too."""
+
+    @property
+    def name(self) -> str:
+        return self.backend.get_name()
+
+    def batch(self, case: AttentionCase) -> PagedBatch:
+        return make_batch(case, self.device)
+
+    def cache(self, kv_cache: Tensor) -> Tensor:
+        """A standard cache as the backend wants to see it; the same memory."""
+        return kv_cache.permute(self.permutation)
+
+    def forward_args(self, batch: PagedBatch, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the op ``forward``; ``changes`` are keywords or names of positional ones."""
+        names = ("query", "key", "value", "kv_cache", "output", "query_start_loc", "seq_lens", "block_table")
+        given = dict(zip(names, op_positional(batch), strict=True))
+        given["kv_cache"] = self.cache(batch.kv_cache)
+        given |= {name: changes.pop(name) for name in names if name in changes}
+        return tuple(given.values()), {**op_kwargs(batch), **changes}
+
+    def write_args(self, batch: PagedBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        key, value, kv_cache, slots = kv_update_positional(batch)
+        return (key, value, self.cache(kv_cache), slots), kv_update_kwargs(batch)
+
+    def run_forward(self, batch: PagedBatch, **changes: Any) -> None:
+        args, kwargs = self.forward_args(batch, **changes)
+        self.forward(*args, **kwargs)
+
+    def run_write(self, batch: PagedBatch) -> None:
+        args, kwargs = self.write_args(batch)
+        self.write(*args, **kwargs)
+
+
+@contextmanager
+def open_subject(backend: BackendLike, device: str = "cpu", *, slow: bool = False) -> Iterator[Subject]:
+    """The subject of a name, class or path; registrations made for it end with the ``with`` block.
+
+    Args:
+        backend: a registered name in any case, a class, or ``package.module.Class``.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: an unknown name, a device that is not there, or a backend that cannot be checked.
+        ImportError: the path leads nowhere.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch finds no CUDA device here; use device='cpu'")
+    with registry_scope():
+        name = _registered(backend)
+        cls = resolve_backend(name)
+        _require_checkable(cls, device)
+        own_writer, forward = backend_op(name, KV_CACHE_UPDATE), backend_op(name, ATTENTION)
+        assert forward is not None, "resolving a dense backend generates its op"
+        subject = Subject(
+            backend=cls, device=torch.device(device), forward=forward, write=own_writer or kv_cache_update,
+            permutation=cache_permutation(cls), slow=slow,
+        )  # fmt: skip
+        with set_config(backend=name), torch.no_grad():
+            yield subject
+
+
+def _registered(backend: BackendLike) -> str:
+    """The registry's name of a name, class or path, registered now if need be."""
+    if isinstance(backend, str):
+        known = any_case_name(backend)
+        if known in backend_names() or not ("." in backend or ":" in backend):
+            require_implemented(known)
+            return known
+        backend = _import_backend(backend)
+    if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
+        raise ValueError(f"{backend!r} is no attention backend; give a name, a class or its path")
+    name = backend.get_name()
+    if name not in backend_names() or resolve_backend(name) is not backend:
+        register_backend(name, override=True)(backend)
+    return name
+
+
+def _import_backend(path: str) -> Any:
+    import importlib
+
+    module, _, attribute = path.replace(":", ".").rpartition(".")
+    found = importlib.import_module(module)
+    if not hasattr(found, attribute):
+        raise ValueError(f"module {module!r} has no {attribute!r}; give the path of a backend class")
+    return getattr(found, attribute)
+
+
+def _require_checkable(cls: type[AttentionBackend], device: str) -> None:
+    name = cls.get_name()
+    if cls.is_mla or cls.is_ssm:
+        raise ValueError(f"{name} is not dense attention, which is what these checks are about")
+    if device not in cls.supported_device_types:
+        allowed = ", ".join(cls.supported_device_types) or "none"
+        raise ValueError(f"{name} does not claim device_type={device!r}; claimed: {allowed}")
+    if reason := cls.unavailable_reason(device):
+        raise ValueError(f"{name} cannot run on {device} here: {reason}")

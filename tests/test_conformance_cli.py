@@ -1,0 +1,114 @@
+"""``attnbackend check`` and ``pytest --attn-backend``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner, Result
+
+import attnbackend
+from attnbackend import cli
+from attnbackend.cli.app import app
+
+HONEST = "attnbackend.testing.conformance.honest.HonestBackend"
+ROOT = Path(attnbackend.__file__).parents[1]
+
+BACKEND_FILE = """
+from attnbackend.testing.conformance.honest import HonestBackend
+from attnbackend.testing.conformance.mutants.kernels import LSEInBaseTwo
+
+class Liar(HonestBackend):
+    get_name = staticmethod(lambda: "LIAR")
+    get_impl_cls = staticmethod(lambda: LSEInBaseTwo)
+"""
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["check", *map(str, arguments)])
+
+
+def test_a_conforming_backend_exits_with_0_and_prints_a_matrix() -> None:
+    result = run(HONEST, "--only", "lse", "--only", "overflow")
+    assert result.exit_code == cli.EXIT_OK, result.output
+    assert result.stdout.startswith("HONEST on cpu conforms")
+    assert "lse" in result.stdout.splitlines()[1]
+
+
+def test_a_failure_exits_with_1_and_its_line_repeats_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_liar.py").write_text(BACKEND_FILE)
+    monkeypatch.chdir(tmp_path)
+    result = run("my_liar.Liar", "--only", "lse", "--case", "plain*", "--seed", 3)
+    assert result.exit_code == cli.EXIT_NOT_POSSIBLE
+    assert "declare lse_base = LSEBase.TWO" in result.stdout
+    line = next(line for line in result.stdout.splitlines() if "repeat: attnbackend check" in line)
+    assert "--seed 3" in line
+    again = run(*line.split("attnbackend check ")[1].split())
+    assert again.exit_code == cli.EXIT_NOT_POSSIBLE
+    assert "1 failed" in again.stdout
+
+
+def test_json_and_html_hold_the_report(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    result = run("torch_sdpa", "--only", "determinism", "--json", "--html", page)
+    data = json.loads(result.stdout)
+    assert data["backend"] == "TORCH_SDPA"
+    assert data["counts"]["skipped"] == len(data["outcomes"]) > 0
+    assert "TORCH_SDPA" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["NOBODY_ATTN"], "unknown attention backend"),
+        (["cpu_attn", "--only", "numerix"], "did you mean numerics"),
+        (["cpu_attn", "--device", "tpu"], "--device 'tpu' is unknown"),
+        (["no_such_module.Backend"], "No module named"),
+    ],
+)
+def test_wrong_requests_exit_with_2(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == cli.EXIT_USER_ERROR
+    assert message in result.stderr
+
+
+def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-p", "attnbackend_pytest", "-q", "-rA", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+
+
+def test_pytest_gets_one_test_for_each_check_and_case(tmp_path: Path) -> None:
+    (tmp_path / "my_liar.py").write_text(BACKEND_FILE)
+    options = ["--attn-backend", "my_liar.Liar", "--attn-backend", HONEST, "-k", "lse and plain-halves"]
+    done = run_pytest(tmp_path, *options)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "PASSED HONEST::lse::plain-halves" in done.stdout
+    assert "FAILED LIAR::lse::plain-halves" in done.stdout
+    assert "repeat: attnbackend check my_liar.Liar --only lse --case plain-halves --seed 0" in done.stdout
+
+
+def test_pytest_says_what_is_wrong_with_a_name(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, "--attn-backend", "NOBODY_ATTN")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--attn-backend NOBODY_ATTN: unknown attention backend" in done.stderr + done.stdout
+
+
+def test_pytest_without_the_option_imports_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "test_nothing.py").write_text(
+        "import sys\ndef test_nothing():\n    assert not {'torch', 'attnbackend'} & sys.modules.keys()\n"
+    )
+    done = run_pytest(tmp_path)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
