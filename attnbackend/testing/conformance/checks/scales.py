@@ -8,13 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnbackend.testing.batches import PagedBatch, expected_attention
+from attnbackend.testing.batches import PagedBatch, expected_attention, yardstick_attention
 from attnbackend.testing.conformance.batch_shapes import MIXED, PADDED
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
 from attnbackend.testing.conformance.judge import judge
 from attnbackend.testing.conformance.subject import Subject
+from attnbackend.testing.tolerance import ulp_at
 
 __all__ = ["Scales"]
 
@@ -40,11 +41,11 @@ class Scales(Check):
         batch = subject.batch(case.attention)
         if case.feature == "query_scale":
             return _query_scale(subject, batch)
-        exact = expected_attention(batch)[0]
+        exact, own_error = expected_attention(batch)[0], _own_error(batch)
         formats = (torch.float8_e4m3fn, torch.float8_e5m2)
         if case.feature == "output_scale":
-            return [f for dtype in formats for f in _output_scale(subject, batch, exact, dtype)]
-        return _block_scale(subject, batch, exact)
+            return [f for dtype in formats for f in _output_scale(subject, batch, exact, own_error, dtype)]
+        return _block_scale(subject, batch, exact, own_error)
 
 
 def _fp8(generate: CaseGenerator) -> list[str]:
@@ -62,18 +63,26 @@ def _query_scale(subject: Subject, batch: PagedBatch) -> Sequence[str]:
     return ()
 
 
+def _own_error(batch: PagedBatch) -> float:
+    """What the relative rule allows a kernel before its result is rounded to the format."""
+    exact, yardstick = expected_attention(batch)[0], yardstick_attention(batch)[0].double()
+    largest = float(exact.abs().max())
+    return 2 * float((yardstick - exact).abs().max()) + ulp_at(largest, batch.case.dtype)
+
+
 def _output_scale(
-    subject: Subject, batch: PagedBatch, exact: Tensor, dtype: torch.dtype
+    subject: Subject, batch: PagedBatch, exact: Tensor, own_error: float, dtype: torch.dtype
 ) -> Iterator[str]:  # fmt: skip
     scale = _OUTPUT_SCALE if dtype is torch.float8_e4m3fn else 1e-5
     stored = torch.full(batch.output.shape, 1, dtype=torch.uint8, device=subject.device).view(dtype)
     subject.run_forward(batch, output=stored, output_scale=_scale(subject, scale))
     limit = torch.finfo(dtype).max
     wanted = (exact / scale).clamp(-limit, limit)
-    yield from _apart(f"output in {dtype}", stored.cpu().double(), wanted, dtype)
+    own = torch.full_like(wanted, own_error / scale)
+    yield from _apart(f"output in {dtype}", stored.cpu().double(), wanted, dtype, own)
 
 
-def _block_scale(subject: Subject, batch: PagedBatch, exact: Tensor) -> Sequence[str]:
+def _block_scale(subject: Subject, batch: PagedBatch, exact: Tensor, own_error: float) -> Sequence[str]:
     dtype, tokens = torch.float8_e4m3fn, len(exact)
     stored = torch.full(batch.output.shape, 1, dtype=torch.uint8, device=subject.device).view(dtype)
     scales = torch.full((tokens, _GROUPS), torch.nan, device=subject.device)
@@ -85,13 +94,14 @@ def _block_scale(subject: Subject, batch: PagedBatch, exact: Tensor) -> Sequence
         return [f"block scales are {got.flatten()[:3].tolist()}..., not {wanted.flatten()[:3].tolist()}..."]
     divisor = torch.where(wanted == 0, 1.0, wanted).unsqueeze(-1)
     real = stored.cpu().double().reshape(groups.shape)
-    return list(_apart("output in blocks", real, groups / divisor, dtype))
+    own = (own_error / divisor).expand_as(groups)
+    return list(_apart("output in blocks", real, groups / divisor, dtype, own))
 
 
-def _apart(what: str, got: Tensor, wanted: Tensor, dtype: torch.dtype) -> Iterator[str]:
-    """Rounding to the format, and 1% of it for the error of the kernel's own result."""
+def _apart(what: str, got: Tensor, wanted: Tensor, dtype: torch.dtype, own: Tensor) -> Iterator[str]:
+    """Beyond rounding to the format what is within the kernel's ``own`` error of the exact value."""
     relative, absolute = _HALF_STEP[dtype]
-    allowed = 1.01 * (wanted.abs() * relative).clamp(min=absolute) + 0.01 * wanted.abs().clamp(min=1e-2)
+    allowed = own + 1.01 * ((wanted.abs() + own) * relative).clamp(min=absolute)
     bad = ~((got - wanted).abs() <= allowed)
     if bool(bad.any()):
         first = tuple(int(i) for i in bad.nonzero()[0])
