@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,15 @@ from attnbackend.metadata import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from attnbackend.types import KVCacheLayout
+from attnbackend.types import KVCacheLayout, LSEBase
 
-__all__ = ["BatchMetadataBuilder", "StandardCacheBackend", "StandardImpl", "kernel_features"]
+__all__ = [
+    "BatchMetadataBuilder",
+    "FullFeaturedBackend",
+    "PagedKernelImpl",
+    "StandardCacheBackend",
+    "StandardImpl",
+]
 
 
 class BatchMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
@@ -77,7 +84,56 @@ class StandardCacheBackend(AttentionBackend, abstract=True):
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
 
-def kernel_features(params: AttentionParams, tensors: OptionalTensors) -> dict[str, Any]:
+class FullFeaturedBackend(StandardCacheBackend, abstract=True):
+    """A standard backend whose kernels do all of the dense contract; devices and sizes are left to say."""
+
+    supported_dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    supported_kv_cache_dtypes = (
+        "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2",
+    )  # fmt: skip
+    lse_base = LSEBase.E
+    supports_sliding_window = True
+    supports_logits_soft_cap = True
+    supports_alibi = True
+    supports_sinks = True
+    supports_non_causal = True
+    supports_query_scale = True
+    supports_output_scale = True
+    supports_output_block_scale = True
+    supports_per_head_quant_scales = True
+
+
+class PagedKernelImpl(StandardImpl):
+    """For the project's own kernels, which all take the same arguments."""
+
+    @abstractmethod
+    def attention_kernel(self, attn_metadata: Any, num_tokens: int) -> Callable[..., None]:
+        """The function that serves a step."""
+
+    @abstractmethod
+    def write_kernel(self) -> Callable[..., None]:
+        """The function that writes new keys and values."""
+
+    def attend(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
+        attn_metadata: Any, output: Tensor, tensors: OptionalTensors,
+    ) -> None:  # fmt: skip
+        batch = attn_metadata.common
+        key_cache, value_cache = kv_cache.unbind(1)
+        self.attention_kernel(attn_metadata, query.shape[0])(
+            query, key_cache, value_cache, output, batch.query_start_loc, batch.seq_lens,
+            batch.block_table, **_kernel_features(self.params, tensors),
+        )  # fmt: skip
+
+    def kv_cache_update(
+        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, tensors: OptionalTensors
+    ) -> None:
+        key_cache, value_cache = kv_cache.unbind(1)
+        scales = {"k_scale": tensors.k_scale, "v_scale": tensors.v_scale}
+        self.write_kernel()(key, value, key_cache, value_cache, slot_mapping, **scales)
+
+
+def _kernel_features(params: AttentionParams, tensors: OptionalTensors) -> dict[str, Any]:
     """The keyword arguments that the project's own kernels share."""
     return {
         "scale": params.scale,

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnbackend.backends.standard import StandardCacheBackend, StandardImpl
+from attnbackend.backends.standard import FullFeaturedBackend, StandardImpl
 from attnbackend.impl import OptionalTensors
 from attnbackend.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from attnbackend.types import LSEBase, MultipleOf
+from attnbackend.types import MultipleOf
 
 __all__ = ["TorchSDPABackend", "TorchSDPAImpl", "TorchSDPAMetadata", "TorchSDPAMetadataBuilder"]
 
@@ -187,32 +187,12 @@ class TorchSDPAImpl(StandardImpl):
         return visible if window is None else visible & (distance_NL > -window)
 
 
-class TorchSDPABackend(StandardCacheBackend):
+class TorchSDPABackend(FullFeaturedBackend):
     """Any device, every feature; the default where nothing better is."""
 
-    supported_dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    supported_kv_cache_dtypes = (
-        "auto",
-        "float32",
-        "float16",
-        "bfloat16",
-        "fp8",
-        "fp8_e4m3",
-        "fp8_e5m2",
-    )
     supported_head_sizes = (MultipleOf(1),)
     supported_block_sizes = (MultipleOf(1),)
     supported_device_types = ("cpu", "cuda", "xpu")
-    lse_base = LSEBase.E
-    supports_sliding_window = True
-    supports_logits_soft_cap = True
-    supports_alibi = True
-    supports_sinks = True
-    supports_non_causal = True
-    supports_query_scale = True
-    supports_output_scale = True
-    supports_output_block_scale = True
-    supports_per_head_quant_scales = True
 
     @staticmethod
     def get_name() -> str:

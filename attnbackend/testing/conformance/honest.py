@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnbackend.backends.standard import BatchMetadataBuilder, StandardCacheBackend, StandardImpl
+from attnbackend.backends.standard import BatchMetadataBuilder, FullFeaturedBackend, StandardImpl
 from attnbackend.impl import OptionalTensors
 from attnbackend.kv_cache import quantize_to_cache
 from attnbackend.metadata import CommonAttentionMetadata
-from attnbackend.types import AttentionCGSupport, LSEBase, MultipleOf
+from attnbackend.types import AttentionCGSupport, MultipleOf
 
 __all__ = ["HonestBackend", "HonestBuilder", "HonestImpl", "Places"]
 
@@ -151,27 +151,13 @@ class HonestImpl(StandardImpl):
         return quantize_to_cache(x_TKD, scale, dtype)
 
 
-class HonestBackend(StandardCacheBackend):
+class HonestBackend(FullFeaturedBackend):
     """Claims everything."""
 
-    supported_dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    supported_kv_cache_dtypes = (
-        "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2",
-    )  # fmt: skip
     supported_head_sizes = (MultipleOf(8, 8, 256),)
     supported_block_sizes = (MultipleOf(8),)
     supported_device_types = ("cpu", "cuda")
-    lse_base = LSEBase.E
     is_deterministic = True
-    supports_sliding_window = True
-    supports_logits_soft_cap = True
-    supports_alibi = True
-    supports_sinks = True
-    supports_non_causal = True
-    supports_query_scale = True
-    supports_output_scale = True
-    supports_output_block_scale = True
-    supports_per_head_quant_scales = True
 
     @staticmethod
     def get_name() -> str:
