@@ -101,6 +101,8 @@ def can_pack(weight: Tensor) -> str | None:
     """Why oneDNN cannot pack a weight on this machine; None when it can."""
     if weight.device.type != "cpu":
         return f"weights on {weight.device.type}"
+    if weight.is_inference():
+        return "inference tensors, whose writes are not counted"
     if not torch.backends.mkldnn.is_available():
         return "torch was built without oneDNN"
     if weight.dtype is torch.float32:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,12 +13,18 @@ from torch import nn
 
 from attnbackend._torch_compat import can_pack
 from attnbackend.layers import PackedLinear, pack_linears, unpack_linears
-from attnbackend.ops.packed_linear import _PACKED, packed_linear
+from attnbackend.ops.packed_linear import _IN_USE, _PACKED, packed_linear, packed_weights_in_use
 
 if reason := can_pack(torch.ones(2, 2)):
     pytest.skip(f"oneDNN cannot pack here: {reason}", allow_module_level=True)
 
 MANY = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _as_while_serving() -> Iterator[None]:
+    with packed_weights_in_use():
+        yield
 
 
 def _model(bias: bool = True) -> nn.Sequential:
@@ -132,3 +139,14 @@ def test_a_copied_model_has_nothing_packed_and_the_same_answer() -> None:
         assert torch.equal(twin[0](x), twin[0].bias.expand(3, -1))
     unpack_linears(twin)
     assert type(twin[0]) is nn.Linear
+
+
+def test_a_model_used_by_itself_takes_its_own_weights() -> None:
+    """Also after writes that torch does not count, as weights are merged or synchronised."""
+    model, x = _model(), torch.randn(3, 48)
+    pack_linears(model, MANY)
+    model[0].weight.data.mul_(2.0)
+    token = _IN_USE.set(False)
+    with torch.no_grad():
+        assert torch.equal(model[0](x), nn.functional.linear(x, model[0].weight, model[0].bias))
+    _IN_USE.reset(token)

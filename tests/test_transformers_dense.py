@@ -244,3 +244,49 @@ def test_an_engine_notices_that_its_model_s_attention_was_changed() -> None:
         engine.generate([[5, 6, 7]], params)
     model.set_attn_implementation(ATTN_IMPLEMENTATION)
     assert engine.generate([[5, 6, 7]], params)[0].token_ids == expected
+
+
+def test_padding_between_tokens_under_a_window_is_refused() -> None:
+    model = make_model("mistral_window")
+    model.set_attn_implementation("attnbackend")
+    ids, mask = torch.tensor([[5, 6, 7, 0, 0, 8, 9]]), torch.tensor([[1, 1, 1, 0, 0, 1, 1]])
+    with torch.no_grad(), pytest.raises(ValueError, match="padding between tokens"):
+        model(ids, attention_mask=mask)
+
+
+def test_a_failed_engine_leaves_the_model_s_attention_as_it_was() -> None:
+    model = make_model("llama")
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="unknown attention backend"):
+        make_engine(model, backend="NOPE_NOPE")
+    assert model.config._attn_implementation == before
+
+
+def test_a_model_put_in_training_mode_is_not_served() -> None:
+    model = make_model("llama")
+    engine = make_engine(model, compile=False)
+    model.train()
+    with pytest.raises(RuntimeError, match=r"model\.eval\(\)"):
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+
+
+def test_copies_and_pickles_of_a_served_model_hold_no_cache() -> None:
+    model = make_model("llama")
+    engine = make_engine(model, compile=False)
+    twin = copy.deepcopy(model)
+    caches = [m.attnbackend_layer for m in twin.modules() if hasattr(m, "attnbackend_layer")]
+    assert caches
+    assert set(caches) == {None}
+    assert engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))[0].finish_reason == "length"
+
+
+def test_longrope_models_are_served_up_to_their_original_length() -> None:
+    config = make_model("llama").config
+    config.rope_parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 24,
+        "short_factor": [1.0] * (config.head_dim // 2), "long_factor": [4.0] * (config.head_dim // 2),
+    }  # fmt: skip
+    model = type(make_model("llama"))(config).eval()
+    assert Engine(model, num_blocks=12, compile=False).runner.max_model_len == 24
+    with pytest.raises(ValueError, match=r"max_model_len=25 is outside 1\.\.24"):
+        Engine(model, num_blocks=12, compile=False, max_model_len=25)

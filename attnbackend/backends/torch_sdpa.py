@@ -56,8 +56,24 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder[TorchSDPAMetadata]):
         starts = common_attn_metadata.host_query_start_loc().tolist()
         lens = common_attn_metadata.host_seq_lens().tolist()
         rows = zip(range(len(lens)), starts[:-1], starts[1:], lens, strict=True)
-        requests = tuple(Request(*row) for row in rows if row[2] > row[1])
+        requests = tuple(Request(*row) for row in rows if row[2] != row[1])
+        limit = common_attn_metadata.block_table.shape[1] * self.params.block_size
+        _check_requests(requests, starts[0], common_attn_metadata.num_actual_tokens, limit)
         return TorchSDPAMetadata(common=common_attn_metadata, requests=requests, num_tokens=starts[-1])
+
+
+def _check_requests(requests: tuple[Request, ...], first: int, num_tokens: int, limit: int) -> None:
+    """The batch is on the host here, so what would be read or written elsewhere is refused at no cost."""
+    if first != 0:
+        raise ValueError(f"query_start_loc[0] is {first}; expected 0")
+    for row, start, stop, seq_len in requests:
+        if not start < stop <= num_tokens:
+            raise ValueError(
+                f"query_start_loc[{row + 1}] is {stop}; expected {start}, the one before it, or more, and at "
+                f"most {num_tokens}, the number of tokens"
+            )
+        if not 0 <= seq_len <= limit:
+            raise ValueError(f"seq_lens[{row}] is {seq_len}; expected 0 to {limit}, what block_table holds")
 
 
 class TorchSDPAImpl(StandardImpl):

@@ -38,6 +38,7 @@ def attend_dense(
     q_BNHD, k_BLKD, v_BLKD = (x.transpose(1, 2) for x in (query, key, value))
     if mask is None:
         return _attend_packed(q_BNHD.flatten(0, 1), k_BLKD, v_BLKD, None, None, features).view(q_BNHD.shape)
+    _check_holes(mask, features["sliding_window"])
     order_BL = mask.int().argsort(dim=1, descending=True, stable=True)
     k_BLKD, v_BLKD = (x.take_along_dim(order_BL[..., None, None], dim=1) for x in (k_BLKD, v_BLKD))
     query_mask_BN = mask[:, -query.shape[2] :]
@@ -46,6 +47,18 @@ def attend_dense(
         q_BNHD[query_mask_BN], k_BLKD, v_BLKD, query_mask_BN.sum(1), mask.sum(1), features
     )
     return out_BNHD
+
+
+def _check_holes(mask_BL: Tensor, window: int | None) -> None:
+    """A window counts positions, and padding between tokens is squeezed out."""
+    if window is None:
+        return
+    begins_BL = mask_BL & ~torch.nn.functional.pad(mask_BL, (1, 0))[:, :-1]
+    if bool((begins_BL.sum(1) > 1).any()):
+        raise ValueError(
+            f"padding between tokens together with a sliding window of {window} is not supported; pad on one "
+            "side, or use attn_implementation='sdpa'"
+        )
 
 
 def _attend_packed(

@@ -24,6 +24,7 @@ from attnbackend.compiler import make_compiler
 from attnbackend.integrations.dense_cache import attend_dense
 from attnbackend.layers.packed_linear import pack_linears, unpack_linears
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
+from attnbackend.ops.packed_linear import packed_weights_in_use
 from attnbackend.platforms import free_memory
 from attnbackend.runtime.served_model import AttentionLayer
 from attnbackend.selector import AttentionSelectorConfig
@@ -99,6 +100,8 @@ class _Recorder:
     def check(self, module: nn.Module, query: Tensor, value: Tensor, mask: Tensor | None) -> None:
         """Refuses layers that the features of the ops do not describe in full."""
         where = type(module).__name__
+        if module in self.layers:
+            raise ValueError(f"{where} calls attention twice a forward, and a layer has one cache")
         if mask is not None and mask.data_ptr() != self.no_mask.data_ptr():
             raise ValueError(f"{where} computes an attention mask of its own, which the ops do not take")
         if value.shape[-1] != query.shape[-1]:
@@ -184,15 +187,24 @@ class TransformersModel:
 
     def __init__(self, model: Any) -> None:
         _check_model(model)
+        self._attn_implementation_before = model.config._attn_implementation
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
         text_config = model.config.get_text_config()
         self.model = model
         self.vocab_size = int(text_config.vocab_size)
-        self.max_model_len = int(text_config.max_position_embeddings)
+        self.max_model_len = _longest_sequence(text_config)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
-        self._modules = _record_layers(self)
+        try:
+            self._modules = _record_layers(self)
+        except Exception as error:
+            self.give_back()
+            raise ValueError(f"{type(model).__name__} cannot be served: {error}") from error
+
+    def give_back(self) -> None:
+        """Sets the model's attention implementation to what it was, where no engine came of this."""
+        self.model.set_attn_implementation(self._attn_implementation_before)
 
     def attention_layers(self) -> dict[str, AttentionLayer]:
         """Every attention layer in the order in which they run, found by running the model on one token."""
@@ -224,17 +236,25 @@ class TransformersModel:
         module, layer = self._first
         if getattr(module, _BOUND, None) is not layer:
             raise RuntimeError("the model was given to another engine since; make a new Engine of it")
+        if self.model.training:
+            raise RuntimeError("the model was put in training mode since; call model.eval()")
         chosen = self.model.config.get_text_config()._attn_implementation
         if chosen != ATTN_IMPLEMENTATION:
             raise RuntimeError(
                 f"the model's attention implementation was set to {chosen!r} since; call "
                 f"model.set_attn_implementation({ATTN_IMPLEMENTATION!r})"
             )
-        result = self.model(
+        with packed_weights_in_use():
+            result = self._run(input_ids, positions, logits_indices, batch)
+        return result.logits[0]
+
+    def _run(
+        self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, batch: BatchTensors
+    ) -> Any:  # fmt: skip
+        return self.model(
             input_ids=input_ids[None], position_ids=positions[None], attention_mask=self._no_mask,
             use_cache=False, logits_to_keep=logits_indices, **{_BATCH: batch},
         )  # fmt: skip
-        return result.logits[0]
 
 
 @dataclass(frozen=True)
@@ -260,6 +280,24 @@ def _release(model: nn.Module, owner: object = None) -> None:
         if isinstance(compiled_call(module), _CompiledLayer):
             set_compiled_call(module, None)
     unpack_linears(model)
+
+
+def _longest_sequence(config: Any) -> int:
+    """Positions that a request may have, whatever is served beside it.
+
+    With LongRoPE, transformers takes the factors of the longest request of a call for all of them, so a batch
+    is right only while every request is within the original length.
+    """
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for kind in kinds:
+        if "longrope" in (kind.get("rope_type"), kind.get("type")):
+            original = kind.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            longest = min(longest, int(original or longest))
+    return longest
 
 
 def _check_config(config: Any) -> None:

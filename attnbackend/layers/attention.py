@@ -43,8 +43,8 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads, self.head_size = num_heads, head_size
-        self.num_kv_heads = num_kv_heads or num_heads
-        if num_heads % self.num_kv_heads:
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         self.scale = head_size**-0.5 if scale is None else scale
         self.sliding_window = sliding_window

@@ -41,6 +41,13 @@ class BoundLayer(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
+    def __deepcopy__(self, memo: object) -> None:
+        """A copied model has no cache: it is the engine's, not the model's."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Nor has a saved one."""
+        return type(None), ()
+
 
 def write_and_attend(
     query: Tensor, key: Tensor, value: Tensor, layer: BoundLayer, batch: BatchTensors, **features: Any

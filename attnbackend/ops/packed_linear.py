@@ -9,6 +9,9 @@ Shape legend: N rows, I input features, O output features.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,11 +19,15 @@ from torch import Tensor
 from attnbackend._torch_compat import StorageRef, multiply_packed, pack_weight
 from attnbackend.ops.library import NAMESPACE, define_function
 
-__all__ = ["PackedWeight", "packed_linear"]
+__all__ = ["PackedWeight", "packed_linear", "packed_weights_in_use"]
 
 
 class PackedWeight:
-    """A packed copy of a weight [O, I], found by the op for as long as this object lives."""
+    """A packed copy of a weight [O, I], found by the op for as long as this object lives.
+
+    It notices writes in place as torch counts them. Writes past the count (through ``.data`` or a NumPy view)
+    it cannot notice: make the copy anew after them.
+    """
 
     def __init__(self, weight_OI: Tensor) -> None:
         self.packed = pack_weight(weight_OI.detach())
@@ -46,13 +53,26 @@ _PACKED: weakref.WeakValueDictionary[int, PackedWeight] = weakref.WeakValueDicti
 """By the weight's address."""
 
 
+_IN_USE: ContextVar[bool] = ContextVar("attnbackend_packed_weights_in_use", default=False)
+
+
+@contextmanager
+def packed_weights_in_use() -> Iterator[None]:
+    """The op uses packed copies inside the ``with`` block alone: a model used by itself never does."""
+    token = _IN_USE.set(True)
+    try:
+        yield
+    finally:
+        _IN_USE.reset(token)
+
+
 def _version(x: Tensor) -> int:
     """Changes with every write in place; inference tensors keep no count."""
     return -1 if x.is_inference() else x._version
 
 
 def _run(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    packed = _PACKED.get(weight_OI.data_ptr())
+    packed = _PACKED.get(weight_OI.data_ptr()) if _IN_USE.get() else None
     if packed is None or not packed.is_of(weight_OI):
         return F.linear(x, weight_OI, bias_O)
     return multiply_packed(x, packed.packed, bias_O)

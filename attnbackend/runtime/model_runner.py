@@ -73,7 +73,12 @@ def build_runner(model: Any, **options: Any) -> ModelRunner:
     ):
         from attnbackend.integrations.transformers import TransformersModel
 
-        model = TransformersModel(model)
+        adapter = TransformersModel(model)
+        try:
+            return ModelRunner(adapter, RunnerOptions(**options))
+        except BaseException:
+            adapter.give_back()
+            raise
     return ModelRunner(model, RunnerOptions(**options))
 
 
@@ -199,6 +204,8 @@ def _check_options(model: ServedModel, options: RunnerOptions) -> None:
             raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
     if options.num_blocks is not None and options.num_blocks < 2:
         raise ValueError(f"num_blocks={options.num_blocks} must be at least 2, since block 0 is reserved")
+    if not isinstance(options.kv_cache_dtype, str):
+        raise TypeError(f"kv_cache_dtype={options.kv_cache_dtype!r} must be a name, such as 'bfloat16'")
     longest = options.max_model_len
     if longest is not None and not 1 <= longest <= model.max_model_len:
         raise ValueError(
