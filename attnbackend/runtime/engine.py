@@ -12,9 +12,10 @@ from attnbackend.runtime.engine_core import EngineCore
 class Engine(EngineCore):
     """Generates text with a model over a paged KV cache; requests are batched as they come.
 
-    Sampling is what `SamplingParams` say; of the model's generation config only the end-of-sequence ids count.
-    Weights may be written in place between steps, but not through ``.data`` or NumPy views, which torch does not
-    count: on a CPU the engine multiplies with packed copies of them, so make a new engine after such writes.
+    Sampling is what `SamplingParams` say; of the model's generation config only the end-of-sequence
+    ids count. Weights may be written in place between steps, but not through ``.data`` or NumPy views,
+    which torch does not count: on a CPU the engine multiplies with packed copies of them, so make a
+    new engine after such writes.
 
     `generate` runs prompts to their end; `add_request`, `step` and `abort` make a serving loop.
 
