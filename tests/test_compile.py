@@ -42,18 +42,24 @@ def test_compiled_equals_eager_in_output_and_cache(how: str) -> None:
         torch.testing.assert_close(cache, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def test_a_thousand_random_batches_need_at_most_three_graphs() -> None:
+def test_a_thousand_random_mixed_batches_need_at_most_three_graphs() -> None:
     stack = make_stack(num_layers=1)
     compiled = attnbackend.compile(stack, compiler="aot_eager", fullgraph=True)
+    for cache in caches(stack):
+        cache.fill_(0.5)
     for num_tokens in (7, 9, 1):  # warm-up: one count, another, one token
         compiled(*random_batch(0, num_tokens))
     after_warm_up = compiled.attnbackend_compiler.num_graphs
+    kinds = set()
     with torch.compiler.set_stance("fail_on_recompile"):
         for seed in range(1000):
-            compiled(*random_batch(seed))
+            x, batch = random_batch(seed, mixed=True)
+            assert bool(compiled(x, batch).isfinite().all())
+            kinds.add((len(x) == 1, bool((batch.seq_lens > batch.query_start_loc.diff()).any())))
     graphs = compiled.attnbackend_compiler.num_graphs
-    print(f"{graphs} graphs for 1,000 random batches")
+    print(f"{graphs} graphs for 1,000 random mixed batches")
     assert graphs == after_warm_up <= 3
+    assert len(kinds) == 4, "single tokens and more, with and without context, all occur"
 
 
 def test_equal_layers_compile_once() -> None:

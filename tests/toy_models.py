@@ -68,31 +68,38 @@ def caches(stack: Stack) -> list[Tensor]:
 
 
 def random_batch(
-    seed: int, num_tokens: int | None = None, device: str = "cpu"
+    seed: int, num_tokens: int | None = None, device: str = "cpu", mixed: bool = False
 ) -> tuple[Tensor, BatchTensors]:
-    """A batch of whole prompts: random lengths, shuffled pages, padded rows."""
+    """A batch of whole prompts: random lengths, shuffled pages, padded rows.
+
+    ``mixed``: decodes, chunks of longer prompts and whole prompts together, over caches that hold numbers.
+    """
     g = torch.Generator().manual_seed(seed)
     num_reqs = int(torch.randint(1, MAX_REQS + 1, (), generator=g))
     lens = torch.randint(1, 12, (num_reqs,), generator=g)
     if num_tokens is not None:
         num_reqs, lens = 1, torch.tensor([num_tokens])
-    starts, seq_lens = (
-        torch.zeros(MAX_REQS + 1, dtype=torch.int32),
-        torch.zeros(MAX_REQS, dtype=torch.int32),
-    )
+    contexts = torch.zeros_like(lens)
+    if mixed:
+        contexts = torch.randint(0, 60, (num_reqs,), generator=g) * torch.randint(
+            0, 2, (num_reqs,), generator=g
+        )
+        lens = torch.where(torch.rand(num_reqs, generator=g) < 0.5, 1, lens)
+    starts = torch.zeros(MAX_REQS + 1, dtype=torch.int32)
     starts[1 : num_reqs + 1] = lens.cumsum(0)
     starts[num_reqs + 1 :] = starts[num_reqs]
-    seq_lens[:num_reqs] = lens
+    seq_lens = torch.zeros(MAX_REQS, dtype=torch.int32)
+    seq_lens[:num_reqs] = contexts + lens
     table = torch.zeros(MAX_REQS, WIDTH, dtype=torch.int32)
-    table[:num_reqs] = (torch.randperm(NUM_BLOCKS - 1, generator=g)[: num_reqs * WIDTH] + 1).view(
-        num_reqs, WIDTH
-    )
-    slots = torch.cat([_slots(table[r], int(n)) for r, n in enumerate(lens)])
+    pages = torch.randperm(NUM_BLOCKS - 1, generator=g)[: num_reqs * WIDTH] + 1
+    table[:num_reqs] = pages.view(num_reqs, WIDTH)
+    rows = zip(table, contexts.tolist(), lens.tolist(), strict=False)
+    slots = torch.cat([_slots(row, context, length) for row, context, length in rows])
     x = torch.randn(int(lens.sum()), HIDDEN, generator=g)
     batch = BatchTensors(slots, starts, seq_lens, table)
     return x.to(device), BatchTensors(*(t.to(device) for t in batch))
 
 
-def _slots(row: Tensor, length: int) -> Tensor:
-    positions = torch.arange(length)
+def _slots(row: Tensor, first: int, length: int) -> Tensor:
+    positions = torch.arange(first, first + length)
     return row[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
