@@ -402,3 +402,17 @@ def test_debug_mode_serves_as_usual() -> None:
     expected = engine.generate([GOOD_PROMPT], GREEDY)[0].token_ids
     with set_config(debug=True):
         assert engine.generate([GOOD_PROMPT], GREEDY)[0].token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.add_request([5], request_id=5), "request_id=5 must be a string"),
+        (lambda e: e.generate([[5]], {"max_tokens": 3}), r"must be SamplingParams\(\.\.\.\), or a list"),
+        (lambda e: SamplingParams(stop_token_ids=5), "stop_token_ids=5 must be a list"),
+    ],
+    ids=["request_id", "sampling_params", "stop_token_ids"],
+)
+def test_a_wrong_type_is_named_with_what_is_wanted(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call(Engine(tiny_llama(), **ENGINE_OPTIONS))

@@ -156,6 +156,11 @@ def _check_plain_mask(
     """transformers allows to leave out the mask, one way or the other, only where it is a plain one."""
     if config is not None:
         _check_config(config)
+    if not (allow_is_causal_skip or allow_is_bidirectional_skip) and torch.compiler.is_compiling():
+        raise ValueError(
+            "while it is traced, transformers cannot tell a plain mask from one of packed sequences: pass "
+            "attention_mask, or leave use_cache=True"
+        )
     if not (allow_is_causal_skip or allow_is_bidirectional_skip):
         raise ValueError(
             "the attention mask is more than causal, window and padding (packed sequences with position_ids "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -104,6 +104,8 @@ class EngineCore:
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         request_id = self._new_id() if request_id is None else request_id
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id={request_id!r} must be a string, or None to have one made")
         if request_id in self._progress:
             raise ValueError(
                 f"request id {request_id!r} belongs to an unfinished request; choose another, or "
@@ -297,6 +299,10 @@ def _params_for(prompts: Sequence[Prompt], sampling_params: ParamsForPrompts) ->
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * len(prompts)
+    if isinstance(sampling_params, (Mapping, str)) or not isinstance(sampling_params, Sequence):
+        raise TypeError(
+            f"sampling_params={sampling_params!r} must be SamplingParams(...), or a list, one a prompt"
+        )
     if len(sampling_params) != len(prompts):
         raise ValueError(
             f"generate: {len(prompts)} prompts and {len(sampling_params)} sampling_params; give "

@@ -49,6 +49,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
+        if isinstance(self.stop_token_ids, int):
+            raise TypeError(f"stop_token_ids={self.stop_token_ids} must be a list of ids")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_types()
         self._check_ranges()
