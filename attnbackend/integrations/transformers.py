@@ -348,9 +348,15 @@ def _record_layers(model: TransformersModel) -> dict[nn.Module, AttentionLayer]:
 
 def _decoder_layers(attention_modules: Mapping[nn.Module, Any], model: nn.Module) -> list[nn.Module]:
     """For each attention module the repeated block around it: the element of a ModuleList that holds it."""
-    return [
+    layers = [
         block
         for module_list in model.modules() if isinstance(module_list, nn.ModuleList)
         for block in module_list
         if any(module in attention_modules for module in block.modules())
     ]  # fmt: skip
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has its layers in no ModuleList, so they cannot be compiled one by one; "
+            "make the engine with compile=False"
+        )
+    return layers
