@@ -104,7 +104,7 @@ def test_twenty_prompts_in_one_batch_give_the_tokens_of_transformers_generate(
     assert batch.largest >= 6
 
 
-@pytest.mark.parametrize("compile", [False], ids=["eager"])
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_interpreted_triton_gives_the_tokens_of_transformers_generate(
     compile: bool, fresh_compiler: None
 ) -> None:  # fmt: skip
