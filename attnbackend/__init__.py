@@ -21,8 +21,8 @@ _EXPORTS = {
     "forward_context": ("ForwardContext", "get_forward_context", "set_forward_context"),
     "impl": ("AttentionImpl", "AttentionParams", "MLAAttentionImpl", "OptionalTensors"),
     "kv_cache": (
-        "AttentionSpec", "CrossAttentionSpec", "FullAttentionSpec", "KVCacheSpec", "MLAAttentionSpec",
-        "MambaSpec", "SlidingWindowSpec", "allocate_kv_cache", "allocate_kv_caches", "kv_cache_geometry",
+        "AttentionSpec", "ChunkedLocalAttentionSpec", "CrossAttentionSpec", "FullAttentionSpec",
+        "KVCacheSpec", "MLAAttentionSpec", "MambaSpec", "SlidingWindowSpec", "allocate_kv_cache", "allocate_kv_caches", "kv_cache_geometry",
         "resolve_kv_sharing",
     ),
     "metadata": ("AttentionMetadata", "AttentionMetadataBuilder", "BatchLimits", "CommonAttentionMetadata"),

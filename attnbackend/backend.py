@@ -72,6 +72,8 @@ class AttentionBackend(ABC):
     supports_alibi: ClassVar[bool] = False
     supports_sinks: ClassVar[bool] = False
     supports_non_causal: ClassVar[bool] = False
+    supports_attention_chunks: ClassVar[bool] = False
+    supports_bidirectional_ranges: ClassVar[bool] = False
     supports_query_scale: ClassVar[bool] = False
     supports_output_scale: ClassVar[bool] = False
     supports_output_block_scale: ClassVar[bool] = False

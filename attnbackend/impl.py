@@ -38,7 +38,9 @@ class AttentionParams:
     scale: float
     causal: bool = True
     sliding_window: int | None = None
-    """Keys a query sees, itself included; None for all."""
+    """Keys a query sees, itself included; None for all. An encoder's that is not causal is two-sided."""
+    attention_chunk_size: int | None = None
+    """Queries see keys of their own chunk of positions only; None for all."""
     logits_soft_cap: float = 0.0
     """c in ``c * tanh(s / c)``; 0 for none."""
     attn_type: AttentionType = AttentionType.DECODER
@@ -59,6 +61,8 @@ class OptionalTensors(NamedTuple):
     v_scale: Tensor | None = None
     output_scale: Tensor | None = None
     output_block_scale: Tensor | None = None
+    bidirectional_ranges: Tensor | None = None
+    """int32 [R, G, 2], positions [start, end) that see all of each other."""
 
 
 class AttentionImplBase(ABC):  # noqa: B024 (its subclasses have the abstract methods)
@@ -88,8 +92,10 @@ class AttentionImpl(AttentionImplBase):
         Args:
             query: [T, H, D].
             key, value: [T, K, D], the new tokens' own. They are in the cache already; a backend may
-                read them there instead where no request has context.
-            kv_cache: as the backend's `get_kv_cache_shape`, with any strides.
+                read them there instead where no request has context. Where `attn_type` is an
+                encoder's they are all the keys there are; in cross attention they are None.
+            kv_cache: as the backend's `get_kv_cache_shape`, with any strides; of no blocks where
+                `attn_type` is an encoder's.
             attn_metadata: the plan that this backend's builder made.
             output: [T, H, D]; every row must be written, see "Batch" in the documentation.
         """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnbackend.types import KVCacheLayout
+from attnbackend.types import AttentionType, KVCacheLayout
 
 if TYPE_CHECKING:
     from attnbackend.backend import AttentionBackend
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KV_CACHE_DTYPES",
     "AttentionSpec",
+    "ChunkedLocalAttentionSpec",
     "CrossAttentionSpec",
     "FullAttentionSpec",
     "KVCacheGeometry",
@@ -120,6 +121,17 @@ class SlidingWindowSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    """Only tokens of the present chunk of ``attention_chunk_size`` positions are read."""
+
+    attention_chunk_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("attention_chunk_size")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CrossAttentionSpec(AttentionSpec):
     """Keys and values of an encoder's output."""
 
@@ -160,6 +172,10 @@ def spec_of(params: AttentionParams, layout: KVCacheLayout = KVCacheLayout.NHD) 
         "kv_cache_dtype": params.kv_cache_dtype,
         "layout": layout,
     }
+    if params.attn_type is AttentionType.ENCODER_DECODER:
+        return CrossAttentionSpec(**shared)
+    if params.attention_chunk_size is not None:
+        return ChunkedLocalAttentionSpec(attention_chunk_size=params.attention_chunk_size, **shared)
     if params.sliding_window is None:
         return FullAttentionSpec(**shared)
     return SlidingWindowSpec(sliding_window=params.sliding_window, **shared)

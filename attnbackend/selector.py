@@ -61,9 +61,11 @@ class AttentionSelectorConfig:
     attn_type: AttentionType
     causal: bool
     sliding_window: int | None
+    attention_chunk_size: int | None
     logits_soft_cap: float
     has_alibi: bool
     has_sinks: bool
+    has_bidirectional_ranges: bool
     needs_lse: bool
     has_query_scale: bool
     has_output_scale: bool
@@ -73,7 +75,8 @@ class AttentionSelectorConfig:
     use_sparse: bool
 
     def __post_init__(self) -> None:
-        for name in ("head_size", "num_heads", "num_kv_heads", "block_size", "sliding_window"):
+        for name in ("head_size", "num_heads", "num_kv_heads", "block_size", "sliding_window",
+                     "attention_chunk_size"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
@@ -103,9 +106,11 @@ class AttentionSelectorConfig:
         attn_type: AttentionType = AttentionType.DECODER,
         causal: bool = True,
         sliding_window: int | None = None,
+        attention_chunk_size: int | None = None,
         logits_soft_cap: float = 0.0,
         has_alibi: bool = False,
         has_sinks: bool = False,
+        has_bidirectional_ranges: bool = False,
         needs_lse: bool = False,
         has_query_scale: bool = False,
         has_output_scale: bool = False,

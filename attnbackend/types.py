@@ -26,6 +26,11 @@ class AttentionType(enum.StrEnum):
     ENCODER_ONLY = "encoder_only"
     ENCODER_DECODER = "encoder_decoder"
 
+    @property
+    def keeps_no_cache(self) -> bool:
+        """Whether the keys are those of the call itself, in ``key`` and ``value``."""
+        return self in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
 
 class AttentionCGSupport(enum.IntEnum):
     """How much of a backend's work a CUDA graph can hold; a larger value includes the smaller."""

@@ -17,7 +17,7 @@ from attnbackend.metadata import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from attnbackend.types import KVCacheLayout, LSEBase
+from attnbackend.types import AttentionType, KVCacheLayout, LSEBase
 
 __all__ = [
     "BatchMetadataBuilder",
@@ -91,12 +91,15 @@ class FullFeaturedBackend(StandardCacheBackend, abstract=True):
     supported_kv_cache_dtypes = (
         "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2",
     )  # fmt: skip
+    supported_attn_types = tuple(AttentionType)
     lse_base = LSEBase.E
     supports_sliding_window = True
     supports_logits_soft_cap = True
     supports_alibi = True
     supports_sinks = True
     supports_non_causal = True
+    supports_attention_chunks = True
+    supports_bidirectional_ranges = True
     supports_query_scale = True
     supports_output_scale = True
     supports_output_block_scale = True

@@ -34,6 +34,8 @@ _FLAGS = {
     "supports_alibi": "alibi",
     "supports_sinks": "sinks",
     "supports_non_causal": "non-causal",
+    "supports_attention_chunks": "attention chunks",
+    "supports_bidirectional_ranges": "bidirectional ranges",
     "supports_query_scale": "query scale",
     "supports_output_scale": "output quantization",
     "supports_output_block_scale": "block-scaled output quantization",

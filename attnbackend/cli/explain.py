@@ -26,8 +26,9 @@ __all__ = ["explain"]
 
 _NOT_ASKED: dict[str, Any] = {
     "head_size": None, "num_heads": None, "num_kv_heads": None, "sliding_window": None,
+    "attention_chunk_size": None, "attn_type": "decoder",
     "logits_soft_cap": 0.0, "causal": True, "has_alibi": False, "has_sinks": False,
-    "use_mla": False,
+    "has_bidirectional_ranges": False, "use_mla": False,
 }  # fmt: skip
 """What describes a layer, as it is when the option is left out: a model says these itself."""
 
@@ -61,10 +62,19 @@ def explain(
     sliding_window: Annotated[
         int | None, typer.Option(min=1, help="Keys a token sees, itself included.")
     ] = None,
+    attention_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Positions of a chunk; a token sees its own chunk only.")
+    ] = None,
+    attn_type: Annotated[
+        str, typer.Option(help="decoder, encoder, encoder_only or encoder_decoder (cross attention).")
+    ] = "decoder",
     soft_cap: Annotated[float, typer.Option(min=0, help="Cap of the logits; 0 for none.")] = 0.0,
     causal: Annotated[bool, typer.Option("--causal/--non-causal")] = True,
     alibi: Annotated[bool, typer.Option("--alibi", help="With ALiBi slopes.")] = False,
     sinks: Annotated[bool, typer.Option("--sinks", help="With attention sinks.")] = False,
+    ranges: Annotated[
+        bool, typer.Option("--bidirectional-ranges", help="With ranges of tokens that see each other.")
+    ] = False,
     mla: Annotated[bool, typer.Option("--mla", help="Multi-head latent attention.")] = False,
     lse: Annotated[bool, typer.Option("--lse", help="The log-sum-exp is wanted too.")] = False,
     backend: Annotated[
@@ -80,8 +90,9 @@ def explain(
     """
     layer = {
         "head_size": head_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads,
-        "sliding_window": sliding_window, "logits_soft_cap": soft_cap, "causal": causal,
-        "has_alibi": alibi, "has_sinks": sinks, "use_mla": mla,
+        "sliding_window": sliding_window, "attention_chunk_size": attention_chunk,
+        "attn_type": attn_type, "logits_soft_cap": soft_cap, "causal": causal, "has_alibi": alibi,
+        "has_sinks": sinks, "has_bidirectional_ranges": ranges, "use_mla": mla,
     }  # fmt: skip
     with user_errors():
         named = backend_choice(backend, implemented=False)

@@ -56,7 +56,7 @@ class _BoundAttention:
     def run(self, call: AttentionCall) -> None:
         tensors = OptionalTensors(
             call.lse, call.alibi_slopes, call.sinks, call.q_scale, call.k_scale, call.v_scale,
-            call.output_scale, call.output_block_scale,
+            call.output_scale, call.output_block_scale, call.bidirectional_ranges,
         )  # fmt: skip
         plan = self._plan(call)
         kv_cache = _typed(call.kv_cache, call.kv_cache_dtype)
@@ -74,6 +74,8 @@ class _BoundAttention:
             call.query_start_loc, call.seq_lens, call.block_table,
             num_tokens=call.query.shape[0], block_size=self.dims.block_size, causal=call.causal,
         )  # fmt: skip
+        if AttentionType(call.attn_type).keeps_no_cache:
+            common = common.replace(max_seq_len=call.query.shape[0])
         return self.builder.build(0, common)
 
 
@@ -116,8 +118,10 @@ def attention_config(call: AttentionCall, dims: KVCacheDims | None = None) -> At
         num_heads=int(call.query.shape[1]), num_kv_heads=dims.num_kv_heads,
         dtype=call.query.dtype, kv_cache_dtype=call.kv_cache_dtype, block_size=dims.block_size,
         attn_type=AttentionType(call.attn_type), causal=call.causal,
-        sliding_window=call.sliding_window, logits_soft_cap=call.logits_soft_cap,
+        sliding_window=call.sliding_window, attention_chunk_size=call.attention_chunk_size,
+        logits_soft_cap=call.logits_soft_cap,
         has_alibi=call.alibi_slopes is not None, has_sinks=call.sinks is not None,
+        has_bidirectional_ranges=call.bidirectional_ranges is not None,
         needs_lse=call.lse is not None, has_query_scale=call.q_scale is not None,
         has_output_scale=call.output_scale is not None,
         has_output_block_scale=call.output_block_scale is not None,
@@ -189,7 +193,8 @@ def _params(call: AttentionCall, dims: KVCacheDims) -> AttentionParams:
         num_heads=call.query.shape[1], num_kv_heads=dims.num_kv_heads, head_size=dims.head_size,
         dtype=call.query.dtype, kv_cache_dtype=call.kv_cache_dtype, block_size=dims.block_size,
         device_type=call.query.device.type, scale=call.scale, causal=call.causal,
-        sliding_window=call.sliding_window, logits_soft_cap=call.logits_soft_cap,
+        sliding_window=call.sliding_window, attention_chunk_size=call.attention_chunk_size,
+        logits_soft_cap=call.logits_soft_cap,
         attn_type=AttentionType(call.attn_type),
     )  # fmt: skip
 
@@ -230,7 +235,8 @@ def _attention_signature(c: AttentionCall) -> tuple[Any, ...]:
         _rows(c.query), _rows(c.key), _rows(c.value), _rows(c.output), _rows(c.lse),
         c.kv_cache.shape, c.kv_cache.dtype, c.kv_cache.device, c.kv_cache.stride(-1),
         _whole(c.query_start_loc), _whole(c.seq_lens), _whole(c.block_table), c.scale, c.causal,
-        c.sliding_window, c.logits_soft_cap, _whole(c.alibi_slopes), _whole(c.sinks), _whole(c.q_scale),
+        c.sliding_window, c.attention_chunk_size, c.logits_soft_cap, _whole(c.alibi_slopes),
+        _whole(c.sinks), _whole(c.bidirectional_ranges), _whole(c.q_scale),
         _whole(c.k_scale), _whole(c.v_scale), _whole(c.output_scale), _rows(c.output_block_scale),
         c.kv_cache_dtype, c.attn_type,
         torch.is_grad_enabled() and (c.query.requires_grad or (c.key is not None and c.key.requires_grad)),

@@ -19,7 +19,9 @@ class AttentionCall(NamedTuple):
     query: Tensor
     """[T, H, D]."""
     key: Tensor | None
-    """[T, K, D], the new tokens' own, in the cache already; a backend may read them there instead."""
+    """[T, K, D], the new tokens' own, in the cache already; a backend may read them there instead.
+    Encoder attention keeps no cache: these are its keys. Cross attention takes None: the encoder's
+    keys are in the cache."""
     value: Tensor | None
     kv_cache: Tensor
     """[num_blocks, 2, block_size, K, D] for most backends, with any strides; read."""
@@ -37,13 +39,17 @@ class AttentionCall(NamedTuple):
     """float32 [T, H], written: natural log of the sum of exponentials of the logits."""
     causal: bool = True
     sliding_window: int | None = None
-    """Keys a query sees, itself included."""
+    """Keys a query sees, itself included; as many after it too where an encoder's attention is not causal."""
+    attention_chunk_size: int | None = None
+    """A query at position p sees only keys j of its chunk: ``j // chunk_size == p // chunk_size``."""
     logits_soft_cap: float = 0.0
     """c in ``c * tanh(s / c)``; 0 for none."""
     alibi_slopes: Tensor | None = None
     """float32 [H]."""
     sinks: Tensor | None = None
     """[H], one more logit in the denominator."""
+    bidirectional_ranges: Tensor | None = None
+    """int32 [R, G, 2], positions [start, end): a query in a range sees all of it, whatever else it sees."""
     q_scale: Tensor | None = None
     """float32 [1]: real query = query * q_scale."""
     k_scale: Tensor | None = None
@@ -55,6 +61,7 @@ class AttentionCall(NamedTuple):
     """float32 [T, G], written: as output_scale, found for each of a token's G groups of elements."""
     kv_cache_dtype: str = "auto"
     attn_type: str = "decoder"
+    """"decoder", "encoder" or "encoder_only" (no cache), "encoder_decoder" (cross attention)."""
     group: int = -1
     """KV cache group whose plan of this step applies; -1 for none."""
 

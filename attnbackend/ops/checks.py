@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnbackend.backend import KVCacheDims
 from attnbackend.kv_cache import resolve_kv_cache_dtype
+from attnbackend.ops.attention_kinds import check_kind
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
 from attnbackend.types import AttentionType
 
@@ -93,6 +94,8 @@ def _check_scalars(call: AttentionCall) -> None:
             call.sliding_window,
             "at least 1 (the token itself), or None for no window",
         )
+    if call.attention_chunk_size is not None and call.attention_chunk_size < 1:
+        _fail("attention_chunk_size", call.attention_chunk_size, "at least 1, or None for no chunks")
     if not 0.0 <= call.logits_soft_cap < math.inf:
         _fail("logits_soft_cap", call.logits_soft_cap, "a positive number, or 0 for none")
     if call.attn_type not in {t.value for t in AttentionType}:
@@ -104,6 +107,7 @@ def check_attention(call: AttentionCall, dims: KVCacheDims) -> None:
     _check_no_grad(call.query, call.key, call.value)
     _check_heads(call.query, dims)
     _check_scalars(call)
+    check_kind(call, dims)
     _check_cache(call.kv_cache, call.kv_cache_dtype, call.query.dtype)
     if call.kv_cache.device != call.query.device:
         _fail("device of kv_cache", call.kv_cache.device, f"{call.query.device}, as query")
@@ -144,6 +148,7 @@ def _expected_tensors(call: AttentionCall, dims: KVCacheDims) -> Iterator[Expect
     yield "lse", ("T", heads), (torch.float32,)
     yield "alibi_slopes", (heads,), (torch.float32,)
     yield "sinks", (heads,), (torch.float32, *model)
+    yield "bidirectional_ranges", (call.seq_lens.shape[0], "ranges", 2), (torch.int32,)
     yield "q_scale", (1,), (torch.float32,)
     yield "output_scale", (1,), (torch.float32,)
     yield "output_block_scale", ("T", "groups"), (torch.float32,)
@@ -211,6 +216,9 @@ def check_rows(call: AttentionCall, dims: KVCacheDims) -> None:
     """Debug: requests lie within the tokens, their blocks within the cache. Waits for the device."""
     _check_query_start_loc(call.query_start_loc.cpu(), call.query.shape[0])
     lens_R, table = call.seq_lens.cpu().long(), call.block_table.cpu()
+    if AttentionType(call.attn_type).keeps_no_cache:
+        _check_own_lengths(lens_R, call.query_start_loc.cpu().diff())
+        return
     limit = table.shape[1] * dims.block_size
     if row := _first((lens_R < 0) | (lens_R > limit)):
         allowed = f"0 or more and at most {limit}, what block_table's width {table.shape[1]} holds"
@@ -220,6 +228,13 @@ def check_rows(call: AttentionCall, dims: KVCacheDims) -> None:
     if place := _first(used & ((table < 0) | (table >= dims.num_blocks))):
         name = f"block_table[{place[0]}, {place[1]}]"
         _fail(name, int(table[place]), f"0 to {dims.num_blocks - 1}, the cache's blocks")
+
+
+def _check_own_lengths(lens_R: Tensor, query_lens_R: Tensor) -> None:
+    """Where the keys are the call's own, a row has as many of them as queries, or none."""
+    if row := _first((lens_R != query_lens_R) & (lens_R != 0)):
+        allowed = f"{int(query_lens_R[row])}, the row's tokens, or 0, since no cache is kept"
+        _fail(f"seq_lens[{row[0]}]", int(lens_R[row]), allowed)
 
 
 def _check_query_start_loc(starts: Tensor, tokens: int) -> None:

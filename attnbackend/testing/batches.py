@@ -25,6 +25,7 @@ from attnbackend.testing.reference import (
     reference_attention,
 )
 from attnbackend.testing.reference_cache import reference_kv_cache_update, store_in_format
+from attnbackend.types import AttentionType
 
 __all__ = [
     "PagedBatch",
@@ -48,7 +49,7 @@ class PagedBatch:
     key: Tensor
     value: Tensor
     kv_cache: Tensor
-    """Logical [B, 2, S, K, D], a view of ``kv_buffer``."""
+    """Logical [B, 2, S, K, D], a view of ``kv_buffer``; of an encoder B is 0."""
     kv_buffer: Tensor
     """Logical [B, layers, 2, S, K, D]; all but the layer under test is NaN and must stay so."""
     output: Tensor
@@ -61,6 +62,7 @@ class PagedBatch:
     sinks: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
+    bidirectional_ranges: Tensor | None = None
 
     def poison_outputs(self) -> None:
         """NaN in output and lse again, before another call with the same batch."""
@@ -89,7 +91,7 @@ def make_batch(case: AttentionCase, device: torch.device | str = "cpu") -> Paged
         query=_to_device_as_is(query, device),
         key=_to_device_as_is(key, device),
         value=_to_device_as_is(value, device),
-        kv_cache=buffer[:, layer],
+        kv_cache=buffer[:0, layer] if case.attn_type.keeps_no_cache else buffer[:, layer],
         kv_buffer=buffer,
         output=output,
         lse=lse,
@@ -99,15 +101,17 @@ def make_batch(case: AttentionCase, device: torch.device | str = "cpu") -> Paged
         **{name: x.to(device) for name, x in _metadata(case, plan).items()},
         alibi_slopes=None if alibi_slopes is None else alibi_slopes.to(device),
         sinks=None if sinks is None else sinks.to(device),
+        bidirectional_ranges=_ranges(case, device),
     )
 
 
-def op_positional(batch: PagedBatch) -> tuple[Tensor, ...]:
+def op_positional(batch: PagedBatch) -> tuple[Tensor | None, ...]:
     """Positional arguments of the op ``attention`` and of every op of its schema."""
+    is_cross = batch.case.attn_type is AttentionType.ENCODER_DECODER
     return (
         batch.query,
-        batch.key,
-        batch.value,
+        None if is_cross else batch.key,
+        None if is_cross else batch.value,
         batch.kv_cache,
         batch.output,
         batch.query_start_loc,
@@ -121,6 +125,7 @@ def op_kwargs(batch: PagedBatch) -> dict[str, Any]:
     return _attention_features(batch) | {
         "lse": batch.lse,
         "kv_cache_dtype": batch.case.kv_cache_dtype,
+        "attn_type": str(batch.case.attn_type),
     }
 
 
@@ -164,6 +169,13 @@ def yardstick_attention(batch: PagedBatch, *, in_order: bool = False) -> tuple[T
 
 
 def _dense(batch: PagedBatch, attend: DenseAttention) -> tuple[Tensor, Tensor]:
+    features: dict[str, Any] = {
+        name: x.cpu() if isinstance(x, Tensor) else x for name, x in _attention_features(batch).items()
+    }
+    if batch.case.attn_type.keeps_no_cache:
+        own = (batch.query, batch.key, batch.value, batch.query_start_loc, batch.seq_lens)
+        two_sided = not batch.case.causal
+        return attend.over_own_keys(*(x.cpu() for x in own), **features, two_sided_window=two_sided)
     tensors = (
         batch.query,
         expected_kv_cache(batch),
@@ -171,9 +183,6 @@ def _dense(batch: PagedBatch, attend: DenseAttention) -> tuple[Tensor, Tensor]:
         batch.seq_lens,
         batch.block_table,
     )
-    features: dict[str, Any] = {
-        name: x.cpu() if isinstance(x, Tensor) else x for name, x in _attention_features(batch).items()
-    }
     return attend(*(x.cpu() for x in tensors), **features)
 
 
@@ -182,9 +191,11 @@ def _attention_features(batch: PagedBatch) -> dict[str, Any]:
         "scale": batch.case.softmax_scale,
         "causal": batch.case.causal,
         "sliding_window": batch.case.sliding_window,
+        "attention_chunk_size": batch.case.attention_chunk_size,
         "logits_soft_cap": batch.case.logits_soft_cap,
         "alibi_slopes": batch.alibi_slopes,
         "sinks": batch.sinks,
+        "bidirectional_ranges": batch.bidirectional_ranges,
         "k_scale": batch.k_scale,
         "v_scale": batch.v_scale,
     }
@@ -291,6 +302,18 @@ def _sinks(case: AttentionCase, generator: torch.Generator) -> Tensor | None:
     keys = sum(case.seq_lens) / max(len(case.seq_lens), 1)
     keys = max(1.0, keys if case.sliding_window is None else min(keys, case.sliding_window))
     return torch.randn(case.num_heads, generator=generator) + math.log(keys)
+
+
+def _ranges(case: AttentionCase, device: torch.device) -> Tensor | None:
+    """int32 [R, G, 2]; empty ranges fill the rest."""
+    if case.bidirectional_ranges is None:
+        return None
+    most = max(1, *(len(ranges) for ranges in case.bidirectional_ranges))
+    ranges_RG2 = torch.tensor([0, 0], dtype=torch.int32).repeat(case.num_rows, most, 1)
+    for row, ranges in enumerate(case.bidirectional_ranges):
+        for place, (start, end) in enumerate(ranges):
+            ranges_RG2[row, place] = torch.tensor([start, end])
+    return ranges_RG2.to(device)
 
 
 def _scale_tensor(scale: float | tuple[float, ...] | None) -> Tensor | None:

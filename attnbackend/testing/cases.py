@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from attnbackend.kv_cache import resolve_kv_cache_dtype
+from attnbackend.types import AttentionType
 
 __all__ = ["AttentionCase", "Probe"]
 
@@ -47,10 +48,17 @@ class AttentionCase:
     """Blocks that no request owns, besides block 0."""
 
     causal: bool = True
+    attn_type: AttentionType = AttentionType.DECODER
+    """Of an encoder, every request's tokens are its keys: context_lens are 0, or minus its query_lens
+    for a row whose seq_len is 0. In cross attention the encoder's length is that of the keys,
+    context plus query, and no new key is written."""
     sliding_window: int | None = None
+    attention_chunk_size: int | None = None
     logits_soft_cap: float = 0.0
     use_alibi: bool = False
     use_sinks: bool = False
+    bidirectional_ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    """For each request its ranges of positions [start, end); shorter lists are filled with empty ranges."""
     lse: bool = True
     scale: float | None = None
     """None is head_size ** -0.5."""
@@ -67,7 +75,9 @@ class AttentionCase:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "attn_type", AttentionType(self.attn_type))
         _check_lengths(self)
+        _check_kind(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
@@ -121,7 +131,10 @@ def _feature_names(case: AttentionCase) -> list[str]:
         "kv_outermost": case.kv_outermost,
         "strided": case.strided_tensors,
         "full": not case.causal,
+        str(case.attn_type): case.attn_type is not AttentionType.DECODER,
         f"window_{case.sliding_window}": case.sliding_window is not None,
+        f"chunks_of_{case.attention_chunk_size}": case.attention_chunk_size is not None,
+        "ranges": case.bidirectional_ranges is not None,
         f"soft_cap_{case.logits_soft_cap:g}": case.logits_soft_cap,
         "alibi": case.use_alibi,
         "sinks": case.use_sinks,
@@ -155,6 +168,22 @@ def _check_lengths(case: AttentionCase) -> None:
         raise ValueError(
             "query_lens and query_lens + context_lens must not be negative, got query_lens="
             f"{case.query_lens}, context_lens={case.context_lens}"
+        )
+
+
+def _check_kind(case: AttentionCase) -> None:
+    if case.attn_type.keeps_no_cache and any(
+        context not in (0, -query) for query, context in zip(case.query_lens, case.context_lens, strict=True)
+    ):
+        raise ValueError(
+            f"attn_type={str(case.attn_type)!r} keeps no cache, so a request's context is 0 (or minus its "
+            f"query for an empty one); got context_lens={case.context_lens}"
+        )
+    ranges = case.bidirectional_ranges
+    if ranges is not None and len(ranges) != len(case.query_lens):
+        raise ValueError(
+            f"bidirectional_ranges has {len(ranges)} requests, query_lens {len(case.query_lens)}; "
+            "they must be equal"
         )
 
 

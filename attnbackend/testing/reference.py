@@ -1,4 +1,4 @@
-"""Dense attention over a paged cache, written to be read: what every backend is judged against.
+"""Dense attention, written to be read: what every backend is judged against.
 
 Nothing here is shared with a backend or a kernel. Shape suffixes: T tokens of the batch, N tokens
 of one request, L keys of one request, H query heads, K key/value heads, D head size, B cache
@@ -7,19 +7,54 @@ blocks, S block size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["DenseAttention", "plain_torch_attention", "reference_attention"]
+__all__ = ["AttentionFeatures", "DenseAttention", "plain_torch_attention", "reference_attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFeatures:
+    """All that changes the answer besides query, keys and values."""
+
+    scale: float
+    """Factor of q.k, before the soft-cap."""
+    causal: bool = True
+    """Whether a token at position p sees keys j <= p only."""
+    sliding_window: int | None = None
+    """W >= 1, the token itself counted: keys j > p - W. None: no window."""
+    two_sided_window: bool = False
+    """The window ends keys j < p + W too: encoders."""
+    attention_chunk_size: int | None = None
+    """C >= 1: keys with j // C == p // C."""
+    logits_soft_cap: float = 0.0
+    """c > 0 turns a logit s into c * tanh(s / c); 0 is off."""
+    alibi_slopes: Tensor | None = None
+    """[H]; -slope * |j - p| is added after the soft-cap."""
+    sinks: Tensor | None = None
+    """[H], one extra logit a head, in the denominator (and the LSE) only."""
+    bidirectional_ranges: Tensor | None = None
+    """[R, G, 2], positions [start, end): a token at a position in a range sees all of the range too."""
+    k_scale: Tensor | None = None
+    """One element or [K]; real value = stored value * scale."""
+    v_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sliding_window", "attention_chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is at least 1, got {value}; use None for none")
 
 
 @dataclass(frozen=True)
 class _Request:
-    """One request's query and keys, already gathered from the pages and dequantised."""
+    """One request's query and keys, already gathered and dequantised, heads of the keys repeated."""
 
+    row: int
     rows: slice
     q_NHD: Tensor
     k_LHD: Tensor
@@ -33,7 +68,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class DenseAttention:
-    """Dense attention over paged arguments, in one arithmetic.
+    """Dense attention in one arithmetic, over pages or over the new tokens' own keys.
 
     Two instances are public: ``reference_attention`` (float64 throughout) and
     ``plain_torch_attention`` (both matrix products in the query's dtype with their results rounded
@@ -51,15 +86,7 @@ class DenseAttention:
         query_start_loc: Tensor,
         seq_lens: Tensor,
         block_table: Tensor,
-        *,
-        scale: float,
-        causal: bool = True,
-        sliding_window: int | None = None,
-        logits_soft_cap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        **features: Any,
     ) -> tuple[Tensor, Tensor]:
         """Attend each request's query tokens to its keys; arguments are only read.
 
@@ -67,15 +94,10 @@ class DenseAttention:
             query: [T, H, D], any floating dtype. Rows from ``query_start_loc[-1]`` on are padding.
             kv_cache: logical [B, 2, S, K, D], any floating dtype (fp8 too) and any strides.
             query_start_loc: integers [R + 1], non-decreasing.
-            seq_lens: integers [R], context plus query tokens; 0 on padded rows.
+            seq_lens: integers [R], context plus query tokens (in cross attention the encoder's);
+                0 on padded rows.
             block_table: integers [R, W].
-            scale: factor of q.k, before the soft-cap.
-            causal: whether a token at position p sees keys j <= p only.
-            sliding_window: W >= 1, the token itself counted: keys j > p - W. None: no window.
-            logits_soft_cap: c > 0 turns a logit s into c * tanh(s / c); 0 is off.
-            alibi_slopes: [H]; slope * (j - p) is added after the soft-cap.
-            sinks: [H], one extra logit a head, in the denominator (and the LSE) only.
-            k_scale, v_scale: one element or [K]; real value = stored value * scale.
+            features: fields of `AttentionFeatures`.
 
         Returns:
             ``(output [T, H, D], lse [T, H])``, LSE in natural log. float64 both for
@@ -85,27 +107,47 @@ class DenseAttention:
 
         Raises:
             ValueError: shapes that contradict each other, a block id or window out of range.
+            TypeError: an unknown feature.
         """
-        _check_arguments(query, kv_cache, query_start_loc, seq_lens, block_table, sliding_window)
-        work = torch.float64 if self.exact else query.dtype
+        _check_arguments(query, kv_cache, query_start_loc, seq_lens, block_table)
+        asked = AttentionFeatures(**features)
+        keys = _DequantisedPages(kv_cache[:, 0], asked.k_scale, self._work(query))
+        values = _DequantisedPages(kv_cache[:, 1], asked.v_scale, self._work(query))
+        pages = _requests(query.to(self._work(query)), keys, values, query_start_loc, seq_lens, block_table)
+        return self._attend(query, pages, asked)
+
+    def over_own_keys(
+        self, query: Tensor, key: Tensor, value: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+        **features: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """As a call, for encoders: the keys of a request are its rows of key and value [T, K, D]."""
+        work, group = self._work(query), query.shape[1] // key.shape[1]
+        q_THD, k_THD, v_THD = (x.to(work) for x in (query, key, value))
+        k_THD, v_THD = (x.repeat_interleave(group, dim=1) for x in (k_THD, v_THD))
+        spans = zip(query_start_loc.tolist()[:-1], seq_lens.tolist(), strict=True)
+        rows = [(row, slice(start, start + length)) for row, (start, length) in enumerate(spans) if length]
+        own = (_Request(row, at, q_THD[at], k_THD[at], v_THD[at]) for row, at in rows)
+        return self._attend(query, own, AttentionFeatures(**features))
+
+    def _work(self, query: Tensor) -> torch.dtype:
+        return torch.float64 if self.exact else query.dtype
+
+    def _attend(
+        self, query: Tensor, requests: Iterable[_Request], asked: AttentionFeatures
+    ) -> tuple[Tensor, Tensor]:
         between = torch.float64 if self.exact else torch.float32
-        out_THD = query.new_zeros(query.shape, dtype=work)
+        out_THD = query.new_zeros(query.shape, dtype=self._work(query))
         lse_TH = query.new_full(query.shape[:2], -torch.inf, dtype=between)
-        key_pages = _DequantisedPages(kv_cache[:, 0], k_scale, work)
-        value_pages = _DequantisedPages(kv_cache[:, 1], v_scale, work)
-        for request in _requests(
-            query.to(work), key_pages, value_pages, query_start_loc, seq_lens, block_table
-        ):
+        for request in requests:
             q_HND, k_HDL = request.q_NHD.transpose(0, 1), request.k_LHD.permute(1, 2, 0)
-            s_HNL = self._matmul(q_HND, k_HDL).to(between) * scale
-            if logits_soft_cap > 0:
-                s_HNL = logits_soft_cap * torch.tanh(s_HNL / logits_soft_cap)
-            if alibi_slopes is not None:
-                s_HNL = s_HNL + _alibi_bias(request, alibi_slopes.to(s_HNL))
-            visible_NL = _visible_keys(request, causal, sliding_window)
-            s_HNL = s_HNL.masked_fill(~visible_NL, -torch.inf)
-            p_HNL, lse_HN = _softmax_with_sink(s_HNL, sinks)
-            o_HND = self._matmul(p_HNL.to(work), request.v_LHD.transpose(0, 1))
+            s_HNL = self._matmul(q_HND, k_HDL).to(between) * asked.scale
+            if asked.logits_soft_cap > 0:
+                s_HNL = asked.logits_soft_cap * torch.tanh(s_HNL / asked.logits_soft_cap)
+            if asked.alibi_slopes is not None:
+                s_HNL = s_HNL + _alibi_bias(request, asked.alibi_slopes.to(s_HNL))
+            s_HNL = s_HNL.masked_fill(~_visible_keys(request, asked), -torch.inf)
+            p_HNL, lse_HN = _softmax_with_sink(s_HNL, asked.sinks)
+            o_HND = self._matmul(p_HNL.to(out_THD.dtype), request.v_LHD.transpose(0, 1))
             out_THD[request.rows] = o_HND.transpose(0, 1)
             lse_TH[request.rows] = lse_HN.transpose(0, 1)
         return out_THD, lse_TH
@@ -162,7 +204,7 @@ def _requests(
         block_ids = _blocks_of(block_table[row], length, keys.cache_BSKD, row)
         k_LHD = keys.gather(block_ids, length).repeat_interleave(group, dim=1)
         v_LHD = values.gather(block_ids, length).repeat_interleave(group, dim=1)
-        yield _Request(rows, q_THD[rows], k_LHD, v_LHD)
+        yield _Request(row, rows, q_THD[rows], k_LHD, v_LHD)
 
 
 def _blocks_of(table_W: Tensor, length: int, cache_BSKD: Tensor, row: int) -> list[int]:
@@ -184,24 +226,46 @@ def _blocks_of(table_W: Tensor, length: int, cache_BSKD: Tensor, row: int) -> li
 
 def _key_minus_query_position(request: _Request) -> Tensor:
     """j - p for every query token (rows) and key (columns) of the request, int64 [N, L]."""
-    device = request.q_NHD.device
-    j_L = torch.arange(request.k_LHD.shape[0], device=device)
-    p_N = torch.arange(request.q_NHD.shape[0], device=device) + request.first_position
-    return j_L[None, :] - p_N[:, None]
+    p_N1, j_1L = _positions(request)
+    return j_1L - p_N1
 
 
-def _visible_keys(request: _Request, causal: bool, sliding_window: int | None) -> Tensor:
+def _visible_keys(request: _Request, asked: AttentionFeatures) -> Tensor:
     distance_NL = _key_minus_query_position(request)
     visible_NL = torch.ones_like(distance_NL, dtype=torch.bool)
-    if causal:
+    if asked.causal:
         visible_NL &= distance_NL <= 0
-    if sliding_window is not None:
-        visible_NL &= distance_NL > -sliding_window
+    if asked.sliding_window is not None:
+        visible_NL &= distance_NL > -asked.sliding_window
+        if asked.two_sided_window:
+            visible_NL &= distance_NL < asked.sliding_window
+    if asked.attention_chunk_size is not None:
+        visible_NL &= _same_chunk(request, asked.attention_chunk_size)
+    if asked.bidirectional_ranges is not None:
+        for start, end in asked.bidirectional_ranges[request.row].tolist():
+            visible_NL |= _both_within(request, start, end)
     return visible_NL
 
 
+def _positions(request: _Request) -> tuple[Tensor, Tensor]:
+    """Positions of the query tokens [N, 1] and of the keys [1, L]."""
+    device = request.q_NHD.device
+    p_N = torch.arange(request.q_NHD.shape[0], device=device) + request.first_position
+    return p_N[:, None], torch.arange(request.k_LHD.shape[0], device=device)[None, :]
+
+
+def _same_chunk(request: _Request, size: int) -> Tensor:
+    p_N1, j_1L = _positions(request)
+    return p_N1 // size == j_1L // size
+
+
+def _both_within(request: _Request, start: int, end: int) -> Tensor:
+    p_N1, j_1L = _positions(request)
+    return (p_N1 >= start) & (p_N1 < end) & (j_1L >= start) & (j_1L < end)
+
+
 def _alibi_bias(request: _Request, slopes_H: Tensor) -> Tensor:
-    return slopes_H[:, None, None] * _key_minus_query_position(request)
+    return -slopes_H[:, None, None] * _key_minus_query_position(request).abs()
 
 
 def _softmax_with_sink(s_HNL: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -222,7 +286,6 @@ def _check_arguments(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
-    sliding_window: int | None,
 ) -> None:
     _check_query_and_cache(query, kv_cache)
     rows = seq_lens.shape[0]
@@ -236,11 +299,6 @@ def _check_arguments(
     if starts != sorted(starts) or starts[0] != 0 or starts[-1] > query.shape[0]:
         raise ValueError(
             f"query_start_loc must rise from 0 to at most the {query.shape[0]} query rows, got {starts}"
-        )
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(
-            f"sliding_window counts the token itself, so it is at least 1, got {sliding_window}; "
-            "use None for no window"
         )
 
 
