@@ -105,11 +105,6 @@ def test_cross_attention_sees_more_or_fewer_keys_than_queries() -> None:
     assert outputs(many, causal=False) == pytest.approx([3.0], abs=1e-12)
 
 
-def test_an_unknown_feature_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="softcap"):
-        outputs(one_request([0.0], [0.0], [1.0]), softcap=1.0)
-
-
 def test_soft_cap_applies_after_scale() -> None:
     arguments = one_request([1.0], [10.0, 0.0], [1.0, 0.0])
     assert outputs(arguments, logits_soft_cap=1.0)[0] == pytest.approx(0.731059, abs=1e-6)
