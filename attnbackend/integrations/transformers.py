@@ -21,7 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnbackend._torch_compat import compiled_call, run_module, set_compiled_call, with_own_code
 from attnbackend.compiler import make_compiler
+from attnbackend.fx_passes import GraphPass, MergeLinears, SelectBackend
 from attnbackend.integrations.dense_cache import attend_dense
+from attnbackend.layers.merged_linears import merge_linears
 from attnbackend.layers.packed_linear import pack_linears, unpack_linears
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
 from attnbackend.ops.packed_linear import packed_weights_in_use
@@ -200,6 +202,8 @@ class TransformersModel:
         self.max_model_len = _longest_sequence(text_config)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
+        self.num_merged = 0
+        """Groups of linear layers whose weights were laid together, see `merge_linears`."""
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
         try:
             self._modules = _record_layers(self)
@@ -225,11 +229,17 @@ class TransformersModel:
         for name, layer in layers.items():
             setattr(modules[name], _BOUND, layer)
         self._first = next((modules[name], layer) for name, layer in layers.items())
-        self.packing = pack_linears(self.model, max_bytes=free_memory(self.device) // 2)
+        if self.device.type == "cpu":
+            self.packing = pack_linears(self.model, max_bytes=free_memory(self.device) // 2)
+        else:
+            self.num_merged = merge_linears(self.model)
 
     def compile(self, backend: str | None) -> None:
         """Compiles each decoder layer for serving; equal layers share one compilation."""
-        self.compiler = make_compiler(backend)
+        passes: list[GraphPass] = [SelectBackend(backend)]
+        if self.num_merged:
+            passes.append(MergeLinears())
+        self.compiler = make_compiler(backend, passes=passes)
         run = torch.compile(with_own_code(run_module), backend=self.compiler, dynamic=True, fullgraph=True)
         for layer in _decoder_layers(self._modules, self.model):
             set_compiled_call(layer, _CompiledLayer(run, layer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attnbackend.layers.attention import Attention
+from attnbackend.layers.merged_linears import merge_linears
 from attnbackend.layers.packed_linear import PackedLinear, pack_linears, unpack_linears
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
 
@@ -11,6 +12,7 @@ __all__ = [
     "BatchTensors",
     "BoundLayer",
     "PackedLinear",
+    "merge_linears",
     "pack_linears",
     "unpack_linears",
     "write_and_attend",
