@@ -140,7 +140,8 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     text would share the limit.
     """
     assert isinstance(function, types.FunctionType)
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    code, names = function.__code__.replace(), function.__globals__
+    return types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
 
 
 def run_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

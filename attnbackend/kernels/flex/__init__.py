@@ -4,7 +4,7 @@
 lists the key tiles of each query tile, `forms` calls ``flex_attention``.
 """
 
-from .forms import FormKey, compiled_form, math_form, run_compiled, tile_sizes
+from .forms import FormKey, math_form, run_compiled, tile_sizes
 from .packing import PackedKeys, Packing, TileSizes, pack
 from .spans import Span, host_spans
 from .tiles import TileLists
@@ -18,7 +18,6 @@ __all__ = [
     "TileLists",
     "TileSizes",
     "Visibility",
-    "compiled_form",
     "host_spans",
     "math_form",
     "pack",

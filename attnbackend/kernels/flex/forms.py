@@ -22,8 +22,10 @@ from attnbackend._torch_compat import (
 from attnbackend.impl import AttentionParams
 from attnbackend.kernels.flex.packing import Packing, TileSizes
 
-__all__ = ["FormKey", "compiled_form", "math_form", "run_compiled", "tile_sizes"]
+__all__ = ["FormKey", "compiled_form", "kernel_options", "math_form", "run_compiled", "tile_sizes"]
 
+COMPILER: Any = "inductor"
+"""The backend of ``torch.compile`` that makes the compiled form."""
 _MAX_LOGITS = 1 << 24
 """Most logits held at once by the math form: 64 MiB in float32, of which it makes several copies."""
 _MASK_TILE = 128
@@ -66,7 +68,7 @@ def tile_sizes(longest_query: int) -> TileSizes:
 
 def run_compiled(
     key: FormKey, packing: Packing, q_MHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, *,
-    interval: tuple[Tensor, Tensor], slopes: Tensor | None, compiler: Any = "inductor",
+    interval: tuple[Tensor, Tensor], slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of all packed rows: ``(output [M, H, D], lse float32 [M, H])``; padding rows hold anything.
 
@@ -76,7 +78,6 @@ def run_compiled(
         q_MHD, k_NKD, v_NKD: packed as it says, contiguous.
         interval: first and one past the last key of each query row, int32 [M] each.
         slopes: float32 [H], or None.
-        compiler: a backend of ``torch.compile``.
     """
     lists, sizes = packing.lists, packing.sizes
     tiled = (
@@ -90,15 +91,15 @@ def run_compiled(
         mark_dynamic(tensor, (tensor.dim() - 1,))
     masks = (lists.partial_count, lists.partial, lists.full_count, lists.full)
     with torch.no_grad():
-        return compiled_form(key, compiler)(*tiled, masks, *interval, packing.self_M, slopes)  # type: ignore[no-any-return]
+        return compiled_form(key, COMPILER)(*tiled, masks, *interval, packing.self_M, slopes)  # type: ignore[no-any-return]
 
 
 @functools.cache
-def compiled_form(key: FormKey, compiler: Any = "inductor") -> Callable[..., Any]:
+def compiled_form(key: FormKey, compiler: Any) -> Callable[..., Any]:
     """``flex_attention`` compiled once for a layer's features; batches of any size run the same code."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-    tile, options, asked = (key.query_tile, key.key_tile), _kernel_options(key), AuxRequest(lse=True)
+    tile, options, asked = (key.query_tile, key.key_tile), kernel_options(key), AuxRequest(lse=True)
 
     def attend(q_QMHD, k_JNKD, v_JNKD, masks, first_M, stop_M, self_M, slopes_H):  # type: ignore[no-untyped-def]
         mask_mod, score_mod = _mods(first_M, stop_M, self_M, slopes_H, key.soft_cap)
@@ -113,7 +114,7 @@ def compiled_form(key: FormKey, compiler: Any = "inductor") -> Callable[..., Any
         )  # fmt: skip
         return out[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
 
-    return torch.compile(with_own_code(attend), backend=compiler, fullgraph=True)
+    return torch.compile(with_own_code(attend), backend=compiler, fullgraph=True, dynamic=False)
 
 
 def _mods(
@@ -137,7 +138,7 @@ def _at(x: Tensor, index: Tensor) -> Tensor:
     return torch.ops.aten.index.Tensor(x, [index])  # type: ignore[no-any-return]
 
 
-def _kernel_options(key: FormKey) -> dict[str, Any]:
+def kernel_options(key: FormKey) -> dict[str, Any]:
     """Sizes of a program's tile whose three stages of keys and values fit the shared memory of an A100.
 
     Torch has good defaults for some head sizes only, and fails to launch for others.
