@@ -39,6 +39,7 @@ __all__ = [
     "reset_compiler",
     "run_module",
     "set_compiled_call",
+    "transforms_allowed",
     "with_own_code",
 ]
 
@@ -203,7 +204,7 @@ def flex_attention_reason() -> str | None:
     return None
 
 
-def flex_kernel_options(options: dict[str, Any]) -> dict[str, Any]:
+def flex_kernel_options(options: dict[str, Any]) -> Any:
     """``options`` of ``flex_attention``, with the choice of its main kernel in the words of this torch."""
     from torch.nn.attention.flex_attention import FlexKernelOptions
 
@@ -228,19 +229,26 @@ def flex_attention_in_math(
     """
     from torch._higher_order_ops.flex_attention import math_attention
 
-    with torch.no_grad(), _vmap_allowed():
+    with torch.no_grad(), transforms_allowed():
         out, lse, *_ = math_attention(query, key, value, score_mod, (mask_mod,), scale, {})
     return out, lse * math.log(2.0)
 
 
 @contextmanager
-def _vmap_allowed() -> Iterator[None]:
-    """``vmap`` works in the block, also where a mode such as opcheck's handles the op that runs there.
+def transforms_allowed() -> Iterator[None]:
+    """``vmap`` and compilation work in the block, also where a mode such as opcheck's handles the op around it.
 
-    A mode's handler shuts out every dispatch key above its own, those of ``vmap`` among them.
+    A mode's handler shuts out every dispatch key above its own, those that both need among them.
     """
-    keys = [key for key in torch._C.DispatchKey.__members__.values() if key.name.startswith("FuncTorch")]
-    with torch._C._PreserveDispatchKeyGuard():
-        for key in keys:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    members = torch._C.DispatchKey.__members__
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(members["FuncTorchBatched"]):
         yield
+        return
+    with torch._C._PreserveDispatchKeyGuard():
+        for name, key in members.items():
+            if name.startswith("FuncTorch") or name in _SHUT_OUT:
+                torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        yield
+
+
+_SHUT_OUT = ("Functionalize", "Conjugate", "Negative", "ZeroTensor", "PythonTLSSnapshot", "PreDispatch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import attnbackend
 from attnbackend import AttentionSelectorConfig, CommonAttentionMetadata, set_forward_context
+from attnbackend._torch_compat import compiler_backend
 from attnbackend.backends import flex_attention
 from attnbackend.forward_context import ForwardContext
 from attnbackend.impl import AttentionParams
@@ -25,7 +27,6 @@ from attnbackend.testing import (
     op_kwargs,
     op_positional,
 )
-from attnbackend.testing.conformance.planned import context_of  # noqa: F401 (a public path of the kit)
 from attnbackend.types import AttentionCGSupport
 
 NAME = "FLEX_ATTENTION"
@@ -240,14 +241,12 @@ class _LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.fixture
 def compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """The compiled form serves here too, its graphs run by torch's own ops and collected."""
-    if DEVICE != "cpu":
-        pytest.skip("on a GPU the compiled form runs in every other test")
+    """Graphs of the compiled form, which serves on a CPU here too: there torch's own ops run them."""
     graphs: list[torch.fx.GraphModule] = []
 
     def collect(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         graphs.append(graph)
-        return graph.forward
+        return graph.forward if DEVICE == "cpu" else compiler_backend("inductor", None)(graph, inputs)
 
     monkeypatch.setattr(flex_attention, "compiles", lambda device_type: True)
     monkeypatch.setattr(forms, "COMPILER", collect)
@@ -260,12 +259,17 @@ COMPILED = [
 ]  # fmt: skip
 
 
+on_cpus = pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the compiled form runs in every other test")
+
+
+@on_cpus
 @pytest.mark.parametrize("feature", COMPILED)
 def test_the_compiled_form_equals_float64(feature: str, compiled_graphs: list[torch.fx.GraphModule]) -> None:
     run(case(feature))
     assert len(compiled_graphs) == 1
 
 
+@on_cpus
 @pytest.mark.parametrize("name", kind_cases())
 def test_the_compiled_form_equals_float64_for_each_kind(
     name: str, compiled_graphs: list[torch.fx.GraphModule]
@@ -273,6 +277,7 @@ def test_the_compiled_form_equals_float64_for_each_kind(
     run(kind_cases()[name])
 
 
+@on_cpus
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_compiled_form_equals_float64_for_each_batch(
     batch: str, compiled_graphs: list[torch.fx.GraphModule]
@@ -305,7 +310,7 @@ def test_nothing_of_a_batch_is_a_constant_of_the_code(compiled_graphs: list[torc
     code = compiled_graphs[0].print_readable(print_output=False)
     (call,) = [line for line in code.splitlines() if "higher_order.flex_attention(" in line]
     assert "0.125" in call, "the scale is a constant"
-    shapes = [line for line in code.splitlines() if "def forward" in line][0]
+    shapes = next(line for line in code.splitlines() if "def forward" in line)
     assert "f32[s" in shapes
     assert not [n for n in (" 128*16", "i32[128]", "i32[256]") if n in shapes]
 
@@ -378,7 +383,7 @@ def test_an_encoders_row_has_as_many_keys_as_tokens() -> None:
 def test_what_is_not_claimed_is_refused(field: str, value: Any, reason: str) -> None:
     base = {"device_type": "cpu", "head_size": 64, "num_heads": 4, "num_kv_heads": 2, "dtype": torch.float32}
     reasons = backend_reasons(NAME, AttentionSelectorConfig.dense(**{**base, field: value}))
-    assert any(torch.jit.annotations.re.search(reason, str(r)) for r in reasons), reasons
+    assert any(re.search(reason, str(r)) for r in reasons), reasons
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)

@@ -1,4 +1,4 @@
-"""The two forms of torch's ``flex_attention``: compiled over all tiles, and in plain math a request at a time.
+"""The two forms of torch's ``flex_attention``: compiled over all tiles, or plain math a request at a time.
 
 Shape legend: M packed query rows, N packed key rows, L keys of one request, H query heads, K key-value
 heads, D head size, Q and J tiles of queries and of keys.
@@ -17,6 +17,7 @@ from attnbackend._torch_compat import (
     flex_attention_in_math,
     flex_kernel_options,
     mark_dynamic,
+    transforms_allowed,
     with_own_code,
 )
 from attnbackend.impl import AttentionParams
@@ -90,30 +91,37 @@ def run_compiled(
     for tensor in columns:
         mark_dynamic(tensor, (tensor.dim() - 1,))
     masks = (lists.partial_count, lists.partial, lists.full_count, lists.full)
-    with torch.no_grad():
-        return compiled_form(key, COMPILER)(*tiled, masks, *interval, packing.self_M, slopes)  # type: ignore[no-any-return]
+    with torch.no_grad(), transforms_allowed():
+        return compiled_form(key, COMPILER)(*tiled, masks, *interval, packing.self_M, slopes)
 
 
 @functools.cache
 def compiled_form(key: FormKey, compiler: Any) -> Callable[..., Any]:
-    """``flex_attention`` compiled once for a layer's features; batches of any size run the same code."""
+    """``flex_attention`` compiled once for a layer's features; batches of any size run the same code.
+
+    The block mask is made while compiling; its lists, which the plan holds, are arguments.
+    """
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
     tile, options, asked = (key.query_tile, key.key_tile), kernel_options(key), AuxRequest(lse=True)
+    has_groups = key.num_heads != key.num_kv_heads
 
-    def attend(q_QMHD, k_JNKD, v_JNKD, masks, first_M, stop_M, self_M, slopes_H):  # type: ignore[no-untyped-def]
+    def attend(q_QMHD, k_JNKD, v_JNKD, lists, first_M, stop_M, self_M, slopes_H):  # type: ignore[no-untyped-def]
         mask_mod, score_mod = _mods(first_M, stop_M, self_M, slopes_H, key.soft_cap)
         q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q_QMHD, k_JNKD, v_JNKD))
+        partial_count, partial, full_count, full = lists
         mask = BlockMask.from_kv_blocks(
-            *masks, BLOCK_SIZE=tile, mask_mod=mask_mod, seq_lengths=(q.shape[2], k.shape[2]),
-            compute_q_blocks=False,
+            partial_count, partial, full_count, full, BLOCK_SIZE=tile, mask_mod=mask_mod,
+            seq_lengths=(q.shape[2], k.shape[2]), compute_q_blocks=False,
         )  # fmt: skip
         out, aux = flex_attention(
-            q, k, v, score_mod=score_mod, block_mask=mask, scale=key.scale, return_aux=asked,
-            enable_gqa=key.num_heads != key.num_kv_heads, kernel_options=options,
+            q, k, v, score_mod=score_mod, block_mask=mask, scale=key.scale, enable_gqa=has_groups,
+            return_aux=asked, kernel_options=options,
         )  # fmt: skip
-        return out[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
+        lse: Any = aux.lse
+        return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
+    # dynamic=False keeps numbers such as the scale constants; sizes are marked dynamic one by one.
     return torch.compile(with_own_code(attend), backend=compiler, fullgraph=True, dynamic=False)
 
 
@@ -135,10 +143,10 @@ def _mods(
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
     """``x[index]``, which reads the index on the host where no mode of torch's stands between."""
-    return torch.ops.aten.index.Tensor(x, [index])  # type: ignore[no-any-return]
+    return torch.ops.aten.index.Tensor(x, [index])
 
 
-def kernel_options(key: FormKey) -> dict[str, Any]:
+def kernel_options(key: FormKey) -> Any:
     """Sizes of a program's tile whose three stages of keys and values fit the shared memory of an A100.
 
     Torch has good defaults for some head sizes only, and fails to launch for others.
