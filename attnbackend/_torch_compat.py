@@ -236,7 +236,7 @@ def flex_attention_in_math(
 
 @contextmanager
 def transforms_allowed() -> Iterator[None]:
-    """``vmap`` and compilation work in the block, also where a mode such as opcheck's handles the op around it.
+    """``vmap`` and compilation work in the block, also where a mode such as opcheck's handles the op.
 
     A mode's handler shuts out every dispatch key above its own, those that both need among them.
     """
