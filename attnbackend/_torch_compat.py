@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,8 +25,12 @@ __all__ = [
     "compiled_call",
     "compiler_backend",
     "fake_mode",
+    "flex_attention_in_math",
+    "flex_attention_reason",
+    "flex_kernel_options",
     "inductor_code",
     "inductor_graph_pass",
+    "mark_dynamic",
     "multiply_packed",
     "no_duck_shapes",
     "outside_fake_mode",
@@ -34,6 +39,7 @@ __all__ = [
     "reset_compiler",
     "run_module",
     "set_compiled_call",
+    "transforms_allowed",
     "with_own_code",
 ]
 
@@ -135,7 +141,8 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     text would share the limit.
     """
     assert isinstance(function, types.FunctionType)
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    code, names = function.__code__.replace(), function.__globals__
+    return types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
 
 
 def run_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -180,3 +187,68 @@ def aoti_round_trip(program: torch.export.ExportedProgram, path: str) -> Callabl
     from torch._inductor import aoti_compile_and_package, aoti_load_package
 
     return aoti_load_package(aoti_compile_and_package(program, package_path=path))
+
+
+def mark_dynamic(x: Tensor, dims: tuple[int, ...]) -> None:
+    """Compiled code may not be specialised for these sizes of ``x``; the compiler raises where it would."""
+    for dim in dims:
+        torch._dynamo.mark_dynamic(x, dim)
+
+
+def flex_attention_reason() -> str | None:
+    """Why this torch's ``flex_attention`` cannot serve; None when it can."""
+    try:
+        from torch.nn.attention.flex_attention import AuxRequest  # noqa: F401 (there since 2.9)
+    except ImportError as error:
+        return f"torch {torch.__version__} has no flex_attention with return_aux ({error})"
+    return None
+
+
+def flex_kernel_options(options: dict[str, Any]) -> Any:
+    """``options`` of ``flex_attention``, with the choice of its main kernel in the words of this torch."""
+    from torch.nn.attention.flex_attention import FlexKernelOptions
+
+    if "BACKEND" in FlexKernelOptions.__annotations__:
+        return {**options, "BACKEND": "TRITON"}
+    return {**options, "FORCE_USE_FLEX_ATTENTION": True}
+
+
+def flex_attention_in_math(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor],
+    mask_mod: Callable[..., Tensor], scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What ``flex_attention`` does where it is not compiled, without the compilation that it wraps around.
+
+    Args:
+        query, key, value: [B, H, M, D], [B, K, L, D], [B, K, L, D].
+        score_mod, mask_mod: as ``flex_attention`` takes them.
+        scale: factor of the logits.
+
+    Returns:
+        Output [B, H, M, D] and natural-log LSE, float32 [B, H, M].
+    """
+    from torch._higher_order_ops.flex_attention import math_attention
+
+    with torch.no_grad(), transforms_allowed():
+        out, lse, *_ = math_attention(query, key, value, score_mod, (mask_mod,), scale, {})
+    return out, lse * math.log(2.0)
+
+
+@contextmanager
+def transforms_allowed() -> Iterator[None]:
+    """``vmap`` and compilation work in the block, also where a mode such as opcheck's handles the op.
+
+    A mode's handler shuts out every dispatch key above its own, those that both need among them.
+    """
+    members = torch._C.DispatchKey.__members__
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(members["FuncTorchBatched"]):
+        yield
+        return
+    with torch._C._PreserveDispatchKeyGuard():
+        for name, key in members.items():
+            if name.startswith("FuncTorch") or name in _SHUT_OUT:
+                torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        yield
+
+
+_SHUT_OUT = ("Functionalize", "Conjugate", "Negative", "ZeroTensor", "PythonTLSSnapshot", "PreDispatch")

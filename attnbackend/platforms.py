@@ -1,7 +1,8 @@
 """Which backends a device tries, in which order.
 
 The orders for CUDA, ROCm and XPU are those of vLLM 0.25.1's platforms, with `TORCH_SDPA`, which
-runs anywhere, at the end of each; the order for CPUs is the project's own.
+runs anywhere, at the end of each; the order for CPUs is the project's own, the fastest first
+(docs/flex-attention.md has figures).
 """
 
 from __future__ import annotations

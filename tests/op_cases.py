@@ -11,7 +11,7 @@ from attnbackend.selector import backend_reasons
 from attnbackend.testing import AttentionCase
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DENSE_BACKENDS = ("TORCH_SDPA", "TRITON_ATTN", "CPU_ATTN")
+DENSE_BACKENDS = ("TORCH_SDPA", "TRITON_ATTN", "CPU_ATTN", "FLEX_ATTENTION")
 
 FEATURES = {
     "plain": {},

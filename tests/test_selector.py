@@ -93,6 +93,7 @@ def test_a_third_party_name_is_never_chosen_unasked():
 def test_when_none_can_serve_all_are_listed_with_their_reasons():
     toys("CPU_ATTN", supports_sinks=True)
     toys("TORCH_SDPA", supported_head_sizes=(128,))
+    toys("FLEX_ATTENTION", supported_head_sizes=(64,))
     with pytest.raises(ValueError, match="no attention backend can serve") as caught:
         select_backend(config(has_sinks=True, head_size=96))
     text = str(caught.value)

@@ -122,3 +122,71 @@ def test_sizes_that_are_equal_by_chance_stay_apart_without_duck_shapes() -> None
     compiled(torch.ones(3), torch.ones(4))
     assert len(graphs) == 1
     torch._dynamo.reset()
+
+
+def test_code_of_its_own_keeps_closure_and_defaults() -> None:
+    five = 5
+
+    def add(x: int, y: int = 2) -> int:
+        return x + y + five
+
+    own = compat.with_own_code(add)
+    assert own(1) == 8
+    assert own.__code__ is not add.__code__
+
+
+def test_flex_attention_in_math_is_softmax_attention() -> None:
+    q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    out, lse = compat.flex_attention_in_math(
+        q, k, v, lambda s, b, h, m, n: s + n, lambda b, h, m, n: n <= m + 1, 0.5
+    )
+    k4, v4 = (x.repeat_interleave(2, 1) for x in (k, v))
+    n, m = torch.arange(5), torch.arange(3)[:, None]
+    logits = (q @ k4.transpose(2, 3) * 0.5 + n).masked_fill(n > m + 1, -torch.inf)
+    torch.testing.assert_close(out, logits.softmax(-1) @ v4)
+    torch.testing.assert_close(lse, logits.logsumexp(-1))
+
+
+def test_flex_attention_is_given_its_main_kernel_in_words_that_this_torch_knows() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    assert compat.flex_attention_reason() is None
+    q = torch.randn(1, 1, 16, 16)
+    options = compat.flex_kernel_options({"BLOCK_M": 16})
+    assert options.keys() - {"BLOCK_M"} in ({"BACKEND"}, {"FORCE_USE_FLEX_ATTENTION"})
+    compiled = torch.compile(flex_attention, backend="eager")
+    torch.testing.assert_close(compiled(q, q, q, kernel_options=options), compiled(q, q, q))
+
+
+def test_transforms_work_where_a_mode_handles_the_op() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            with compat.transforms_allowed():
+                doubled = torch.vmap(lambda row: row * 2)(args[0])
+                compiled = torch.compile(lambda x: x + 1, backend="aot_eager")(args[0])
+            seen.append((doubled.tolist(), compiled.tolist()))
+            return func(*args, **(kwargs or {}))
+
+    ones = torch.ones(2)
+    with Mode():
+        torch.neg(ones)
+    assert seen == [([2.0, 2.0], [2.0, 2.0])]
+
+
+def test_a_size_marked_dynamic_is_no_constant_where_the_rest_is() -> None:
+    graphs = []
+
+    def collect(graph, inputs):  # type: ignore[no-untyped-def]
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x * x.shape[0], backend=collect, fullgraph=True, dynamic=False)
+    for size in (3, 5, 9):
+        x = torch.ones(size, 4)
+        compat.mark_dynamic(x, (0,))
+        assert compiled(x).sum() == 4 * size**2
+    assert len(graphs) == 1

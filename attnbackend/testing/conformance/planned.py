@@ -101,7 +101,8 @@ def params_of(case: AttentionCase, device_type: str) -> AttentionParams:
         num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_size=case.head_size,
         dtype=case.dtype, kv_cache_dtype=case.kv_cache_dtype, block_size=case.block_size,
         device_type=device_type, scale=case.softmax_scale, causal=case.causal,
-        sliding_window=case.sliding_window, logits_soft_cap=case.logits_soft_cap,
+        sliding_window=case.sliding_window, attention_chunk_size=case.attention_chunk_size,
+        logits_soft_cap=case.logits_soft_cap, attn_type=case.attn_type,
     )  # fmt: skip
 
 
