@@ -170,6 +170,11 @@ class AttentionBackend(ABC):
         return None
 
     @classmethod
+    def library(cls) -> str | None:
+        """Which of several libraries serves in this process, for people; None where there is no choice."""
+        return None
+
+    @classmethod
     def validate_configuration(cls, config: AttentionSelectorConfig) -> list[Reason]:
         """Every reason why this backend cannot serve ``config``; empty: it can."""
         from attnbackend.validation import configuration_reasons
