@@ -70,8 +70,9 @@ class FlashAttentionBackend(StandardCacheBackend, metaclass=_ClaimsOfProviders):
     ``ATTNBACKEND_FLASH_ATTN`` (a version, or one of vllm_fa3, flash_attn_3, vllm_fa4, flash_attn_4, vllm_fa2,
     flash_attn_2, torch), the best for the device that computes such a layer right when it is tried.
 
-    Caches in float8_e4m3fn are served with ``set_config(flash_attn_fp8=True)`` or ``ATTNBACKEND_FLASH_ATTN_FP8=1``
-    only: version 3 rounds queries and probabilities to float8 for them, an error beyond the relative rule.
+    Caches in float8_e4m3fn are served with ``set_config(flash_attn_fp8=True)`` or
+    ``ATTNBACKEND_FLASH_ATTN_FP8=1`` only: version 3 rounds queries and probabilities to float8 for them, an
+    error beyond the relative rule.
     """
 
     supported_dtypes = (torch.float16, torch.bfloat16)
