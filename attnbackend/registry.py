@@ -286,8 +286,8 @@ def _two_parts(name: str) -> tuple[str, str]:
     prefill, _, decode = name.partition(COMPOSED)
     if not prefill or not decode or COMPOSED in decode:
         raise ValueError(
-            f"attention backend {name!r}: a composition is two names, that for prompts and that for decode, such "
-            "as 'FLASH_ATTN+FLASHINFER'"
+            f"attention backend {name!r}: a composition is two names, that for prompts and that for decode, "
+            "such as 'FLASH_ATTN+FLASHINFER'"
         )
     return prefill, decode
 

@@ -278,6 +278,10 @@ class TwoPhaseBackend(AttentionBackend, abstract=True, metaclass=_ClaimsOfBoth):
         return None
 
     @classmethod
+    def workspaces(cls) -> list[Tensor]:
+        return [workspace for part in cls.parts for workspace in part.workspaces()]
+
+    @classmethod
     def library(cls) -> str | None:
         named = (f"{part.get_name()}: {part.library()}" for part in cls.parts if part.library())
         return "; ".join(named) or None
@@ -302,6 +306,7 @@ def compose(*, prefill: type[AttentionBackend], decode: type[AttentionBackend]) 
         "get_impl_cls": staticmethod(lambda: impl),
         "get_builder_cls": staticmethod(lambda: builder),
         "get_kv_cache_shape": staticmethod(prefill.get_kv_cache_shape),
+        "__module__": __name__,
         "__doc__": f"Prompts by {prefill.get_name()}, decode by {decode.get_name()}.",
     }
     return _ClaimsOfBoth("ComposedBackend", (TwoPhaseBackend,), {**parts, **methods})  # type: ignore[return-value]

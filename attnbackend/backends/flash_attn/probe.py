@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from attnbackend.backends.flash_attn.providers import Provider
 
 __all__ = ["empty_rows_are_written", "new_tokens_are_read", "problem_of", "sinks_are_native"]
 
+DEVICE = "cuda"
 _WINDOW, _CAP, _KV_HEADS, _SPLITS = 9, 2.0, 2, 32
 _ERROR = {torch.float8_e4m3fn: 0.2}
 """Largest error allowed, in units of the largest value; 0.02 for 16-bit types. A probe tells right from
@@ -84,7 +85,7 @@ class Trial:
 
     layer: Layer
     requests: tuple[Request, ...] = _REQUESTS
-    device: str = "cuda"
+    device: str = field(default_factory=lambda: DEVICE)
 
     @cached_property
     def generator(self) -> torch.Generator:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from attnbackend.backends.flashinfer.impl import FlashInferImpl
 from attnbackend.backends.flashinfer.planning import FlashInferMetadataBuilder
@@ -69,6 +70,12 @@ class FlashInferBackend(StandardCacheBackend):
             return None
         compiler = "with nvcc" if _has_compiler() else "without nvcc: ready-made kernels only"
         return f"flashinfer {_version()}, {compiler}"
+
+    @classmethod
+    def workspaces(cls) -> list[Tensor]:
+        from attnbackend.backends.flashinfer.wrappers import scratch_tensors
+
+        return list(scratch_tensors())
 
     @classmethod
     def supports_combination(cls, config: AttentionSelectorConfig) -> list[Reason]:

@@ -5,6 +5,8 @@ Shape legend: T tokens, R rows, H query heads, K key-value heads, D head size, B
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -15,10 +17,13 @@ from attnbackend.backends.flashinfer.page_lists import PageLists, workspace_byte
 from attnbackend.impl import AttentionParams
 from attnbackend.kv_cache import resolve_kv_cache_dtype
 
-__all__ = ["DecodeGraph", "EagerPlans", "Planner", "shared_workspace"]
+__all__ = ["DecodeGraph", "EagerPlans", "Planner", "scratch_tensors", "shared_workspace"]
 
 _INT_WORKSPACE = 1 << 20
 """Bytes of a decode graph's plan: 13 a row and tile, so 1 MiB is 40,000 rows."""
+
+
+_PLANNERS: weakref.WeakSet[Planner] = weakref.WeakSet()
 
 
 class Planner:
@@ -33,12 +38,15 @@ class Planner:
     def __init__(self, params: AttentionParams) -> None:
         self.params = params
         self._copied: torch.cuda.Event | None = None
+        _PLANNERS.add(self)
 
     def _wait_for_last_copy(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _note_copy(self) -> None:
+    def _note_copy(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            return
         if self._copied is None:
             self._copied = torch.cuda.Event()
         self._copied.record()
@@ -87,7 +95,7 @@ class EagerPlans(Planner):
             p.head_size, p.block_size, causal=p.causal,
             max_token_per_sequence=int(query_start_loc.diff().max()), **self._options(),
         )  # fmt: skip
-        self._note_copy()
+        self._note_copy(block_table.device)
 
 
 class DecodeGraph(Planner):
@@ -101,7 +109,7 @@ class DecodeGraph(Planner):
         import flashinfer
 
         device = workspace.device
-        self._host = torch.zeros(2 * rows + 1, dtype=torch.int32, pin_memory=True)
+        self._host = torch.zeros(2 * rows + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._lists = torch.zeros(2 * rows + 1, dtype=torch.int32, device=device)
         self._indices = indices
         self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -123,7 +131,7 @@ class DecodeGraph(Planner):
         self._lists.copy_(self._host, non_blocking=True)
         triton.gather_page_indices(block_table, starts, self._indices)
         self._plan(pages)
-        self._note_copy()
+        self._note_copy(block_table.device)
 
     def _plan(self, pages: PageLists) -> None:
         import flashinfer
@@ -154,3 +162,10 @@ def shared_workspace(params: AttentionParams, decode_rows: int, device: torch.de
 @cache
 def _workspace(size: int, device_index: int) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=torch.device("cuda", device_index))
+
+
+def scratch_tensors() -> Iterator[Tensor]:
+    """Memory that plans and calls write, of the library's objects and of those here."""
+    for planner in _PLANNERS:
+        for owner in (planner, planner.wrapper):
+            yield from (x for x in vars(owner).values() if isinstance(x, Tensor))
