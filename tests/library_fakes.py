@@ -140,7 +140,9 @@ class _Wrapper:
         self.workspace, self.options, self.plans = workspace, options, 0
         type(self).made.append(self)
 
-    def _keep(self, starts: Tensor, indices: Tensor, last: Tensor, shape: tuple[int, ...], **more: Any) -> None:
+    def _keep(
+        self, starts: Tensor, indices: Tensor, last: Tensor, shape: tuple[int, ...], **more: Any
+    ) -> None:
         assert starts.device.type == last.device.type == "cpu"
         assert {x.dtype for x in (starts, indices, last)} == {torch.int32}
         self.starts, self.indices, self.last, self.shape = starts.clone(), indices, last.clone(), shape
