@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attnbackend.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from attnbackend.backends.flash_attn.backend import FlashAttentionBackend
 from attnbackend.backends.flash_attn.call import FlashCall, ScheduleRequest
+from attnbackend.backends.flash_attn.impl import FlashAttentionImpl
 from attnbackend.backends.flash_attn.providers import Provider
-from attnbackend.backends.flashinfer import FlashInferBackend
+from attnbackend.backends.flashinfer.backend import FlashInferBackend
 
 __all__ = ["FakeFlashBackend", "FakeFlashInferBackend", "FakeProvider", "fake_flashinfer"]
 

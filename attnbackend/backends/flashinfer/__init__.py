@@ -1,9 +1,1 @@
-"""`FLASHINFER`, and what its parts are called."""
-
-from __future__ import annotations
-
-from attnbackend.backends.flashinfer.backend import FlashInferBackend
-from attnbackend.backends.flashinfer.impl import FlashInferImpl
-from attnbackend.backends.flashinfer.planning import FlashInferMetadata, FlashInferMetadataBuilder
-
-__all__ = ["FlashInferBackend", "FlashInferImpl", "FlashInferMetadata", "FlashInferMetadataBuilder"]
+"""`FLASHINFER`: the class is in ``backend``, and nothing is imported before it is wanted."""
