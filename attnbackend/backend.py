@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from attnbackend.impl import AttentionImpl, AttentionImplBase, MLAAttentionImpl
 from attnbackend.metadata import AttentionMetadataBuilder
@@ -170,6 +171,19 @@ class AttentionBackend(ABC):
         propagates.
         """
         return None
+
+    @classmethod
+    def library(cls) -> str | None:
+        """Which of several libraries serves in this process, for people; None where there is no choice."""
+        return None
+
+    @classmethod
+    def workspaces(cls) -> Sequence[Tensor]:
+        """Memory that calls write besides their arguments, whose contents never matter to a later call.
+
+        Whatever is written and not in here is a fault; see `attnbackend.testing.audit_op`.
+        """
+        return ()
 
     @classmethod
     def validate_configuration(cls, config: AttentionSelectorConfig) -> list[Reason]:

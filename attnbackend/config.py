@@ -1,4 +1,4 @@
-"""Choices that people make for a whole process: a forced backend and debug checks.
+"""Choices that people make for a whole process: a forced backend, kernel libraries and debug checks.
 
 Each has an environment variable, read at every use, so that changing it takes effect at once.
 """
@@ -15,15 +15,20 @@ __all__ = [
     "Config",
     "ForcedBackend",
     "debug_checks_enabled",
+    "flash_attn_choice",
+    "flash_attn_fp8_enabled",
     "forced_backend",
     "get_config",
+    "library_choices",
     "set_config",
 ]
 
 BACKEND_VARIABLE = "ATTNBACKEND"
 DEBUG_VARIABLE = "ATTNBACKEND_DEBUG"
+FLASH_ATTN_VARIABLE = "ATTNBACKEND_FLASH_ATTN"
+FLASH_ATTN_FP8_VARIABLE = "ATTNBACKEND_FLASH_ATTN_FP8"
 
-_DEBUG_VALUES = {"": False, "0": False, "1": True}
+_SWITCH_VALUES = {"": False, "0": False, "1": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +45,18 @@ class Config:
     debug: bool | None = None
     """Check block tables and slots against the cache on every call; None: as ``ATTNBACKEND_DEBUG``
     says."""
+    flash_attn: str | None = None
+    """Which library serves `FLASH_ATTN`: the name of a provider or the number of a version, see
+    `attnbackend.backends.flash_attn`; None: as ``ATTNBACKEND_FLASH_ATTN`` says, or the best that works."""
+    flash_attn_fp8: bool | None = None
+    """Let `FLASH_ATTN` serve float8 caches, for which its kernels round queries and probabilities to
+    float8 as well: faster, and farther from exact than the relative rule allows. None: as
+    ``ATTNBACKEND_FLASH_ATTN_FP8`` says, or no."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backend", getattr(self.backend, "key", self.backend))
-        for name, kind in (("backend", str), ("debug", bool)):
+        kinds = (("backend", str), ("debug", bool), ("flash_attn", str), ("flash_attn_fp8", bool))
+        for name, kind in kinds:
             value = getattr(self, name)
             if not (value is None or isinstance(value, kind)):
                 raise TypeError(f"{name}={value!r} must be a {kind.__name__} or None")
@@ -114,10 +127,33 @@ def debug_checks_enabled() -> bool:
     Raises:
         ValueError: ``ATTNBACKEND_DEBUG`` is neither 0 nor 1.
     """
-    configured = _CURRENT.get().debug
+    return _switch(_CURRENT.get().debug, DEBUG_VARIABLE)
+
+
+def flash_attn_choice() -> str | None:
+    """The library or version that the configuration or else the environment wants `FLASH_ATTN` to use."""
+    configured = _CURRENT.get().flash_attn
+    return configured or os.environ.get(FLASH_ATTN_VARIABLE, "").strip() or None
+
+
+def flash_attn_fp8_enabled() -> bool:
+    """Whether `FLASH_ATTN` may serve float8 caches at the precision of float8 queries.
+
+    Raises:
+        ValueError: ``ATTNBACKEND_FLASH_ATTN_FP8`` is neither 0 nor 1.
+    """
+    return _switch(_CURRENT.get().flash_attn_fp8, FLASH_ATTN_FP8_VARIABLE)
+
+
+def library_choices() -> tuple[str | None, bool]:
+    """Choices within backends, on which every cached selection depends besides the forced backend."""
+    return flash_attn_choice(), flash_attn_fp8_enabled()
+
+
+def _switch(configured: bool | None, variable: str) -> bool:
     if configured is not None:
         return configured
-    value = os.environ.get(DEBUG_VARIABLE, "").strip()
-    if value not in _DEBUG_VALUES:
-        raise ValueError(f"{DEBUG_VARIABLE}={value!r}; allowed: 0 or 1, or unset for 0")
-    return _DEBUG_VALUES[value]
+    value = os.environ.get(variable, "").strip()
+    if value not in _SWITCH_VALUES:
+        raise ValueError(f"{variable}={value!r}; allowed: 0 or 1, or unset for 0")
+    return _SWITCH_VALUES[value]

@@ -6,6 +6,9 @@ moves the registry's generation, on which selection caches.
 A package brings a plugin by an entry point in the group ``attnbackend.backends``, whose name is the
 backend's and whose value is the class, as in ``MY_ATTN = "my_package.attn:MyBackend"``. A plugin
 that cannot be imported is unavailable, with the cause as its reason, and disturbs no other backend.
+
+``PREFILL+DECODE``, two names with a plus between them, stands for a composition of the two, which is made
+when it is asked for; see `attnbackend.backends.two_phase`.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ __all__ = [
 ]
 
 ENTRY_POINT_GROUP = "attnbackend.backends"
+COMPOSED = "+"
+"""Between the names of a prompt backend and a decode backend that work on one cache."""
 
 B = TypeVar("B", bound=type[AttentionBackend])
 
@@ -81,14 +86,14 @@ _HERE = "attnbackend.backends"
 class AttentionBackendEnum(_BackendMember):
     """Attention backends that the project knows; third parties need no member, any name will do."""
 
-    FLASH_ATTN = f"{_HERE}.flash_attn.FlashAttentionBackend"
+    FLASH_ATTN = f"{_HERE}.flash_attn.backend.FlashAttentionBackend"
     FLASH_ATTN_DIFFKV = f"{_HERE}.flash_attn_diffkv.FlashAttentionDiffKVBackend"
     TRITON_ATTN = f"{_HERE}.triton_attn.TritonAttentionBackend"
     TRITON_ATTN_DIFFKV = f"{_HERE}.triton_attn_diffkv.TritonAttentionDiffKVBackend"
     ROCM_ATTN = f"{_HERE}.rocm_attn.RocmAttentionBackend"
     ROCM_AITER_UNIFIED_ATTN = f"{_HERE}.rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend"
     ROCM_AITER_FA = f"{_HERE}.rocm_aiter_fa.RocmAiterFlashAttentionBackend"
-    FLASHINFER = f"{_HERE}.flashinfer.FlashInferBackend"
+    FLASHINFER = f"{_HERE}.flashinfer.backend.FlashInferBackend"
     FLEX_ATTENTION = f"{_HERE}.flex_attention.FlexAttentionBackend"
     CPU_ATTN = f"{_HERE}.cpu_attn.CPUAttentionBackend"
     HPC_ATTN = f"{_HERE}.hpc_attn.HPCAttentionBackend"
@@ -211,6 +216,8 @@ def backend_key(name: BackendName) -> str:
 
 def any_case_name(name: str) -> str:
     """The known name that equals ``name`` up to case, or ``name`` itself where there is none."""
+    if COMPOSED in name:
+        return COMPOSED.join(any_case_name(part.strip()) for part in name.split(COMPOSED))
     return name if name in backend_names() else _other_case(name) or name
 
 
@@ -241,6 +248,8 @@ def is_overridden(name: BackendName) -> bool:
 def is_implemented(name: BackendName) -> bool:
     """Whether a class stands behind ``name``; built-in members may wait for theirs."""
     key = backend_key(name)
+    if COMPOSED in key:
+        return all(map(is_implemented, key.split(COMPOSED)))
     return key in _entries() or (key in _BUILT_IN and _module_exists(_BUILT_IN[key]))
 
 
@@ -259,6 +268,10 @@ def require_implemented(name: str) -> None:
     Raises:
         ValueError: no such name (near names are listed), or a member that has no class yet.
     """
+    if COMPOSED in name:
+        for part in _two_parts(name):
+            require_implemented(part)
+        return
     if name not in backend_names():
         raise _unknown(name)
     if not is_implemented(name):
@@ -267,6 +280,16 @@ def require_implemented(name: str) -> None:
             f"attention backend {name!r} is not implemented; register a class for it with "
             f"register_backend({name!r}), or choose one of {usable}"
         )
+
+
+def _two_parts(name: str) -> tuple[str, str]:
+    prefill, _, decode = name.partition(COMPOSED)
+    if not prefill or not decode or COMPOSED in decode:
+        raise ValueError(
+            f"attention backend {name!r}: a composition is two names, that for prompts and that for decode, "
+            "such as 'FLASH_ATTN+FLASHINFER'"
+        )
+    return prefill, decode
 
 
 def _unknown(name: str) -> ValueError:
@@ -295,6 +318,8 @@ def resolve_backend(name: BackendName) -> type[AttentionBackend]:
 
 def _resolve(name: str) -> type[AttentionBackend]:
     require_implemented(name)
+    if COMPOSED in name:
+        return _composed(name)
     entry = _entries().get(name) or _Entry(_BUILT_IN[name])
     if not entry.is_plugin:
         return _load(name, entry)
@@ -304,6 +329,15 @@ def _resolve(name: str) -> type[AttentionBackend]:
         return _load(name, entry)
     except Exception as error:
         raise ImportError(f"plugin {entry.path}: {type(error).__name__}: {error}") from error
+
+
+def _composed(name: str) -> type[AttentionBackend]:
+    from attnbackend.backends.two_phase import compose
+
+    prefill, decode = map(resolve_backend, _two_parts(name))
+    cls = compose(prefill=prefill, decode=decode)
+    _adopt(name, cls)
+    return cls
 
 
 def _load(name: str, entry: _Entry) -> type[AttentionBackend]:

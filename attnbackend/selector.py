@@ -11,7 +11,7 @@ import torch
 
 from attnbackend._torch_compat import outside_fake_mode
 from attnbackend.backend import AttentionBackend
-from attnbackend.config import ForcedBackend, forced_backend
+from attnbackend.config import ForcedBackend, forced_backend, library_choices
 from attnbackend.platforms import Platform, backend_priorities, current_platform
 from attnbackend.registry import (
     BackendName,
@@ -174,14 +174,15 @@ def select_backend(config: AttentionSelectorConfig, *, backend: BackendName | No
     """The backend that serves ``config``, with the reason for the choice.
 
     A backend named here stands above one named by `set_config`, which stands above ``ATTNBACKEND``.
-    Results are cached on configuration, forced name, and the registry's generation: a changed
-    environment or registry takes effect at once. What probes find is kept while the registry stays.
+    Results are cached on configuration, forced name, choices within backends, and the registry's
+    generation: a changed environment or registry takes effect at once. What probes find is kept while
+    the registry stays.
 
     Raises:
         ValueError: the named backend is unknown or cannot serve, or none can; reasons carry values.
     """
     is_rocm = torch.version.hip is not None
-    return _select(config, is_rocm, forced_for(backend), registry_generation())
+    return _select(config, is_rocm, forced_for(backend), registry_generation(), library_choices())
 
 
 def forced_for(backend: BackendName | None) -> ForcedBackend | None:
@@ -200,8 +201,9 @@ def priorities_for(config: AttentionSelectorConfig, *, is_rocm: bool | None = No
 
 @lru_cache(maxsize=4096)
 def _select(
-    config: AttentionSelectorConfig, is_rocm: bool, forced: ForcedBackend | None, generation: int
-) -> Selection:
+    config: AttentionSelectorConfig, is_rocm: bool, forced: ForcedBackend | None, generation: int,
+    choices: tuple[Any, ...],
+) -> Selection:  # fmt: skip
     if forced is not None:
         return _select_forced(config, forced)
     refused: dict[str, list[Reason]] = {}

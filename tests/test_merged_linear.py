@@ -128,7 +128,9 @@ def test_the_graph_before_and_after() -> None:
     torch.compile(lambda x, a, b: nn.functional.linear(x, a) + nn.functional.linear(x, b), backend=record)(
         torch.ones(2, 4), torch.ones(3, 4), torch.ones(3, 4)
     )
-    assert_expected_inline(seen[1], """\
+    assert_expected_inline(
+        seen[1],
+        """\
 l_x_: input
 l_a_: input
 l_b_: input
@@ -137,7 +139,8 @@ split = split(merged_linear_default, [3, 3], -1)
 getitem = getitem(split, 0)
 getitem_1 = getitem(split, 1)
 add = add(getitem, getitem_1)
-return [add]""")
+return [add]""",
+    )
 
 
 @pytest.mark.parametrize(

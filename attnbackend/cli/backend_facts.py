@@ -59,6 +59,7 @@ class BackendFacts:
         features: what it claims beyond plain causal attention.
         dtypes, kv_cache_dtypes, head_sizes, block_sizes: claims, as text.
         class_path: dotted path of its class; None when it has none.
+        library: which of several libraries serves; None where there is no choice, or none is here.
     """
 
     name: str
@@ -73,6 +74,7 @@ class BackendFacts:
     head_sizes: list[str] = field(default_factory=list)
     block_sizes: list[str] = field(default_factory=list)
     class_path: str | None = None
+    library: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
@@ -135,6 +137,7 @@ def _claims(cls: type[AttentionBackend]) -> dict[str, Any]:
         "kv_cache_dtypes": list(cls.supported_kv_cache_dtypes),
         "head_sizes": [str(size) for size in cls.supported_head_sizes],
         "block_sizes": [str(size) for size in cls.supported_block_sizes],
+        "library": cls.library(),
     }
 
 

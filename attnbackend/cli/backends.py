@@ -56,6 +56,7 @@ def _print_one(fact: BackendFacts) -> None:
 def _details(fact: BackendFacts) -> dict[str, str]:
     path = fact.class_path or ""
     return {
+        "library": fact.library or "",
         "devices": ", ".join(fact.devices),
         "dtypes": ", ".join(fact.dtypes),
         "cache types": ", ".join(fact.kv_cache_dtypes),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnbackend.backend import AttentionBackend, KVCacheDims
-from attnbackend.config import debug_checks_enabled, forced_backend
+from attnbackend.config import debug_checks_enabled, forced_backend, library_choices
 from attnbackend.forward_context import get_forward_context
 from attnbackend.impl import AttentionImpl, AttentionParams, OptionalTensors
 from attnbackend.kv_cache import resolve_kv_cache_dtype, spec_of
@@ -266,7 +266,7 @@ def _remember(cache: dict[Any, V], key: Any, value: V) -> V:
 def run_attention(name: str | None, call: AttentionCall) -> None:
     """Runs a call on the named backend, or on the one selected for its arguments."""
     chosen_by = forced_backend() if name is None else name
-    key = (chosen_by, registry_generation(), _attention_signature(call))
+    key = (chosen_by, registry_generation(), library_choices(), _attention_signature(call))
     bound = _ATTENTION.get(key) or _remember(_ATTENTION, key, _bind_attention(name, call))
     checks.check_attention_tokens(call)
     if debug_checks_enabled():

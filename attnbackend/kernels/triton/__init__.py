@@ -15,7 +15,9 @@ from .availability import unavailable_reason
 if TYPE_CHECKING:
     from .cache_writer import cache_write
     from .decode import paged_decode_attention
+    from .finish import finish_attention
     from .merge import merge_attention_states
+    from .page_indices import gather_page_indices
     from .paged import paged_attention
     from .splits import decode_num_splits, decode_workspace_size
 
@@ -23,6 +25,8 @@ __all__ = [
     "cache_write",
     "decode_num_splits",
     "decode_workspace_size",
+    "finish_attention",
+    "gather_page_indices",
     "merge_attention_states",
     "paged_attention",
     "paged_decode_attention",
@@ -33,6 +37,8 @@ _HOME = {
     "cache_write": "cache_writer",
     "decode_num_splits": "splits",
     "decode_workspace_size": "splits",
+    "finish_attention": "finish",
+    "gather_page_indices": "page_indices",
     "merge_attention_states": "merge",
     "paged_attention": "paged",
     "paged_decode_attention": "decode",

@@ -1,0 +1,1 @@
+"""`FLASHINFER`: the class is in ``backend``, and nothing is imported before it is wanted."""

@@ -1,0 +1,243 @@
+"""Attention on one GPU: the project's backends through their ops against direct calls of the same libraries.
+
+    python -m benchmarks.attention --quick
+    python -m benchmarks.attention --only 'decode.*32/8x128' --sides FLASH_ATTN,fa3_direct
+
+All sides of a point get the same tensors in the same process and take turns. Each is judged before it is
+timed: its output starts full of NaN and must be close to plain attention of the last request. Figures are
+microseconds a call: medians over rounds of CUDA-graph replays (on the GPU's clock, ten calls a graph, five
+replays a round), and of eager loops (on the host's, until the GPU is done).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnbackend import resolve_backend
+from attnbackend.forward_context import ForwardContext, set_forward_context
+from attnbackend.ops.generate import backend_op
+from attnbackend.ops.library import ATTENTION
+from benchmarks.attention_grid import GRID, QUICK, Inputs, Point, make_inputs
+from benchmarks.attention_sides import PLANS, SIDES, Run, Unserved
+from benchmarks.environment import describe_environment
+from benchmarks.timing import take_turns
+
+CALLS, REPLAYS, EAGER_CALLS = 10, 5, 30
+"""Calls in one graph, replays of it a round, and calls of an eager loop."""
+_PAIRS = {
+    "FLASH_ATTN": "fa3_direct",
+    "FLASHINFER": "flashinfer_direct",
+    "TRITON_ATTN": "vllm_triton",
+    "FLASH_ATTN+FLASHINFER": "flashinfer_direct",
+}
+
+
+def main() -> None:
+    options = _options()
+    points = [p for p in (QUICK if options.quick else GRID) if re.search(options.only, p.name)]
+    sides = {name: SIDES[name] for name in options.sides.split(",")}
+    ceilings = _ceilings()
+    print(f"{torch.cuda.get_device_name()}: {ceilings}", flush=True)
+    results = []
+    for point in points:
+        with set_forward_context(ForwardContext(plans=PLANS)):
+            result = _measure(point, sides, options, ceilings)
+        results.append(result)
+        _print(result)
+        if options.json:
+            record = {"environment": _environment(), "ceilings": ceilings, "points": results}
+            Path(options.json).write_text(json.dumps(record, indent=1))
+    _print_summary(results)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} points instead of {len(GRID)}")
+    parser.add_argument("--only", default="", help="points whose name this pattern is found in")
+    parser.add_argument("--sides", default=",".join(SIDES), help="of: %(default)s")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-eager", action="store_true", help="graphs only")
+    parser.add_argument("--json", default="", help="file for the figures, written after every point")
+    return parser.parse_args()
+
+
+def _environment() -> dict[str, Any]:
+    from importlib import metadata
+
+    found: dict[str, Any] = {**describe_environment(), "gpu": torch.cuda.get_device_name()}
+    for package in ("triton", "vllm", "flashinfer-python", "flash-attn"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _ceilings() -> dict[str, float]:
+    """What this GPU reaches: TB/s of a copy's reads and writes, TFLOP/s of a bfloat16 product."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copied = _event_us(lambda: target.copy_(source))
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    product = _event_us(lambda: torch.mm(a, a))
+    return {"copy_TBps": 2 * source.numel() / copied / 1e6, "matmul_TFLOPs": 2 * 8192**3 / product / 1e6}
+
+
+def _event_us(run: Callable[[], object], times: int = 10) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run()
+    start.record()
+    for _ in range(times):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / times * 1e3
+
+
+def _measure(
+    point: Point, sides: Mapping[str, Any], options: argparse.Namespace, ceilings: dict[str, float]
+) -> dict[str, Any]:  # fmt: skip
+    inputs = make_inputs(point)
+    output = torch.empty_like(inputs.query)
+    rows, expected = _expected(point, inputs)
+    runs: dict[str, Run] = {}
+    refused: dict[str, str] = {}
+    for name, make in sides.items():
+        try:
+            run = make(point, inputs, output)
+            _judge(run, output, rows, expected, point)
+        except (Unserved, AssertionError, RuntimeError, ValueError, TypeError, ImportError) as error:
+            refused[name] = f"{type(error).__name__}: {str(error)[:300]}"
+        else:
+            runs[name] = run
+    graphs = {name: _captured(run) for name, run in runs.items()}
+    result: dict[str, Any] = {"point": point.name, "refused": refused}
+    result["graph_us"] = _graph_medians(graphs, options.rounds)
+    if not options.no_eager:
+        result["eager_us"] = _eager_medians(runs, options.rounds)
+    result |= _ratios(result["graph_us"], point, ceilings)
+    del runs, graphs, inputs, output
+    gc.collect()
+    torch.cuda.empty_cache()
+    return result
+
+
+def _expected(point: Point, inputs: Inputs) -> tuple[slice, Tensor]:
+    """Plain attention of the last request, and where its tokens are."""
+    batch, last = inputs.common, len(point.seq_lens) - 1
+    assert batch.query_start_loc_cpu is not None
+    rows = slice(int(batch.query_start_loc_cpu[last]), int(batch.query_start_loc_cpu[last + 1]))
+    resolve_backend("TORCH_SDPA")
+    op = backend_op("TORCH_SDPA", ATTENTION)
+    assert op is not None
+    output = torch.empty_like(inputs.query[rows])
+    starts = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32, device="cuda")
+    op(
+        inputs.query[rows], None, None, inputs.kv_cache, output, starts, batch.seq_lens[last:],
+        batch.block_table[last:], scale=point.params.scale, kv_cache_dtype=point.kv_cache_dtype,
+    )  # fmt: skip
+    return rows, output
+
+
+def _judge(run: Run, output: Tensor, rows: slice, expected: Tensor, point: Point) -> None:
+    """Raises AssertionError where the output is not all written, or wrong; tests judge how exact it is."""
+    output.fill_(float("nan"))
+    run()
+    torch.cuda.synchronize()
+    assert bool(output.isfinite().all()), "the output was left NaN in places"
+    allowed = (0.02 if point.kv_cache_dtype == "auto" else 0.1) * float(expected.abs().max())
+    error = float((output[rows].float() - expected.float()).abs().max())
+    assert error <= allowed, f"the output is off by {error:.3g}, where {allowed:.3g} is rounding"
+
+
+def _captured(run: Run) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            run()
+    return graph
+
+
+def _graph_medians(graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, float]:
+    """Microseconds a call; sides take turns, every second round in reversed order."""
+    found: dict[str, list[float]] = {name: [] for name in graphs}
+    order = list(graphs)
+    for _ in range(rounds):
+        for name in order:
+            found[name].append(_event_us(graphs[name].replay, REPLAYS) / CALLS)
+        order.reverse()
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def _eager_medians(runs: Mapping[str, Run], rounds: int) -> dict[str, float]:
+    def looped(run: Run) -> Callable[[], None]:
+        def loop() -> None:
+            for _ in range(EAGER_CALLS):
+                run()
+            torch.cuda.synchronize()
+
+        return loop
+
+    loops = {name: looped(run) for name, run in runs.items()}
+    take_turns(loops, 1)
+    seconds = take_turns(loops, rounds)
+    return {name: statistics.median(values) / EAGER_CALLS * 1e6 for name, values in seconds.items()}
+
+
+def _ratios(graph_us: dict[str, float], point: Point, ceilings: dict[str, float]) -> dict[str, Any]:
+    pairs = {a: b for a, b in _PAIRS.items() if a in graph_us and b in graph_us}
+    found: dict[str, Any] = {"over_direct": {a: graph_us[a] / graph_us[b] for a, b in pairs.items()}}
+    share = {}
+    for name, us in graph_us.items():
+        if point.is_decode:
+            share[name] = point.cache_bytes / us / 1e6 / ceilings["copy_TBps"]
+        else:
+            share[name] = point.flops / us / 1e6 / ceilings["matmul_TFLOPs"]
+    found["share_of_ceiling"] = share
+    return found
+
+
+def _print(result: dict[str, Any]) -> None:
+    print(f"\n{result['point']}")
+    for name, us in sorted(result["graph_us"].items(), key=lambda item: item[1]):
+        eager = result.get("eager_us", {}).get(name)
+        ratio = result["over_direct"].get(name)
+        print(
+            f"  {name:24}{us:10.1f} us  {result['share_of_ceiling'][name]:6.1%}"
+            + (f"  eager {eager:9.1f} us" if eager is not None else "")
+            + (f"  {ratio:.3f} of {_PAIRS[name]}" if ratio is not None else "")
+        )
+    for name, why in result["refused"].items():
+        print(f"  {name:24}not measured: {why}")
+    print(end="", flush=True)
+
+
+def _print_summary(results: list[dict[str, Any]]) -> None:
+    print("\ngeometric means of graph time over the direct call's")
+    for name in _PAIRS:
+        ratios = [r["over_direct"][name] for r in results if name in r["over_direct"]]
+        if ratios:
+            mean = statistics.geometric_mean(ratios)
+            print(
+                f"  {name:24}{mean:.4f} over {_PAIRS[name]} ({len(ratios)} points, worst {max(ratios):.3f})"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Stand-ins for kernel libraries, in plain torch on any device, with the habits that the real ones have.
+
+They let the project's own side of a library backend be tested without a GPU: resolution, plans, splits of a
+batch, and what is left to write after a kernel.
+
+Shape legend: T tokens, N queries of one request, L its keys, H query heads, K key-value heads, D head size,
+S block_size.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attnbackend.backends.flash_attn.backend import FlashAttentionBackend
+from attnbackend.backends.flash_attn.call import FlashCall, ScheduleRequest
+from attnbackend.backends.flash_attn.impl import FlashAttentionImpl
+from attnbackend.backends.flash_attn.providers import Provider
+from attnbackend.backends.flashinfer.backend import FlashInferBackend
+
+__all__ = ["FakeFlashBackend", "FakeFlashInferBackend", "FakeProvider", "fake_flashinfer"]
+
+NAN = float("nan")
+
+
+def attend_rows(
+    q_NHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, *, scale: float, causal: bool, left: int, cap: float = 0.0,
+    slopes: Tensor | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output [N, H, D] and natural LSE [N, H] in float32, and which queries see a key."""
+    n, keys = len(q_NHD), len(k_LKD)
+    group = q_NHD.shape[1] // k_LKD.shape[1]
+    k_HLD, v_HLD = (x.float().repeat_interleave(group, 1).transpose(0, 1) for x in (k_LKD, v_LKD))
+    s_HNL = q_NHD.float().transpose(0, 1) @ k_HLD.transpose(1, 2) * scale
+    if cap:
+        s_HNL = cap * torch.tanh(s_HNL / cap)
+    distance_NL = torch.arange(keys, device=q_NHD.device) - (
+        torch.arange(n, device=q_NHD.device) + (keys - n)
+    ).unsqueeze(1)
+    seen_NL = distance_NL <= 0 if causal else torch.ones_like(distance_NL, dtype=torch.bool)
+    if left >= 0:
+        seen_NL = seen_NL & (distance_NL >= -left)
+    if slopes is not None:
+        s_HNL = s_HNL + slopes.view(-1, 1, 1) * distance_NL
+    s_HNL = s_HNL.masked_fill(~seen_NL, -torch.inf)
+    lse_HN = s_HNL.logsumexp(-1)
+    if sinks is not None:
+        lse_HN = torch.logaddexp(lse_HN, sinks.float().view(-1, 1).expand_as(lse_HN))
+    p_HNL = (s_HNL - lse_HN.masked_fill(lse_HN == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    return (p_HNL @ v_HLD).transpose(0, 1), lse_HN.transpose(0, 1), seen_NL.any(-1)
+
+
+def gather(cache: Tensor, pages: Tensor, length: int) -> Tensor:
+    """The first ``length`` keys or values of some pages of [B, S, K, D]."""
+    bits = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+    return bits[pages.long()].view(cache.dtype).flatten(0, 1)[:length]
+
+
+class FakeProvider(Provider):
+    """As version 3 with splits and schedules; leaves unwritten whatever sees no key."""
+
+    key, version, module = "fake_fa3", 3, "nowhere"
+    splits = schedules = True
+    fault: ClassVar[str] = ""
+    calls: ClassVar[list[FlashCall]] = []
+
+    def load(self) -> str | None:
+        return None
+
+    def schedule(self, request: ScheduleRequest) -> Tensor:
+        rows = request.seq_lens.shape[0]
+        return torch.full((1 + -(-rows // 4) * 4,), request.num_splits, dtype=torch.int32)
+
+    def attend(self, call: FlashCall) -> Tensor | None:
+        type(self).calls.append(call)
+        assert call.schedule is None or int(call.schedule[0]) == call.num_splits
+        lse_HT = torch.full((call.query.shape[1], call.query.shape[0]), NAN)
+        starts, lens = call.query_start_loc.tolist(), call.seq_lens.tolist()
+        for row, (start, stop, length) in enumerate(zip(starts[:-1], starts[1:], lens, strict=True)):
+            assert stop - start <= call.max_query_len
+            assert length <= call.max_seq_len
+            self._attend_row(call, row, slice(start, stop), length, lse_HT)
+        return lse_HT.t()
+
+    def _attend_row(self, call: FlashCall, row: int, tokens: slice, length: int, lse_HT: Tensor) -> None:
+        if call.block_table is None:
+            k, v = call.key[tokens], call.value[tokens]
+        else:
+            pages = call.block_table[row, : -(-length // call.key.shape[1])]
+            k, v = (gather(x, pages, length) for x in (call.key, call.value))
+        left = -1 if self.fault == "ignores_windows" else call.window[0]
+        out, lse, seen = attend_rows(
+            call.query[tokens], k, v, scale=call.scale, causal=call.causal, left=left, cap=call.soft_cap,
+            slopes=call.alibi_slopes, sinks=call.sinks,
+        )  # fmt: skip
+        written = torch.arange(tokens.start, tokens.stop)[seen]
+        lse_HT[:, written] = lse[seen].t()
+        if self.fault != "writes_nothing":
+            call.output[written] = out[seen].to(call.output.dtype)
+
+
+class FakeFlashBackend(FlashAttentionBackend):
+    supported_device_types = ("cpu",)
+    min_compute_capability = None
+
+    @staticmethod
+    def get_name() -> str:
+        return "FAKE_FLASH"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return FlashAttentionImpl
+
+    @classmethod
+    def unavailable_reason(cls, device_type: str) -> str | None:
+        return None
+
+
+class FakeFlashInferBackend(FlashInferBackend):
+    supported_device_types = ("cpu",)
+    min_compute_capability = None
+
+    @staticmethod
+    def get_name() -> str:
+        return "FAKE_FLASHINFER"
+
+    @classmethod
+    def unavailable_reason(cls, device_type: str) -> str | None:
+        return None
+
+
+class _Wrapper:
+    """Plans and runs; empty rows get zeros and an LSE of -5e4, rows before their first key a mean."""
+
+    made: ClassVar[list[_Wrapper]] = []
+
+    def __init__(self, workspace: Tensor, **options: Any) -> None:
+        self.workspace, self.options, self.plans = workspace, options, 0
+        type(self).made.append(self)
+
+    def _keep(
+        self, starts: Tensor, indices: Tensor, last: Tensor, shape: tuple[int, ...], **more: Any
+    ) -> None:
+        assert starts.device.type == last.device.type == "cpu"
+        assert {x.dtype for x in (starts, indices, last)} == {torch.int32}
+        self.starts, self.indices, self.last, self.shape = starts.clone(), indices, last.clone(), shape
+        self.more, self.plans = more, self.plans + 1
+
+    def reset_workspace_buffer(self, workspace: Tensor, plan: Tensor) -> None:
+        self.workspace = workspace
+
+    def run(
+        self, q: Tensor, sides: tuple[Tensor, Tensor], *, out: Tensor, lse: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> None:  # fmt: skip
+        assert out.is_contiguous()
+        assert lse is None or lse.is_contiguous()
+        assert return_lse == (lse is not None)
+        assert q.dtype == self.more["q_data_type"]
+        assert sides[0].dtype == self.more["kv_data_type"]
+        assert q.shape[0] == int(self.query_starts[-1]), "as the library checks"
+        for row in range(len(self.last)):
+            tokens = slice(int(self.query_starts[row]), int(self.query_starts[row + 1]))
+            pages = self.indices[int(self.starts[row]) : int(self.starts[row + 1])]
+            length = max(len(pages) - 1, 0) * self.shape[3] + int(self.last[row])
+            k, v = (gather(x, pages, length) for x in sides)
+            self._write(q, k, v, tokens, out, lse)
+
+    def _write(self, q: Tensor, k: Tensor, v: Tensor, tokens: slice, out: Tensor, lse: Tensor | None) -> None:
+        if len(k) == 0:
+            out[tokens] = 0
+            if lse is not None:
+                lse[tokens] = -5e4
+            return
+        exact, natural, seen = attend_rows(
+            q[tokens], k, v, scale=self.more["sm_scale"], causal=self.causal, left=self.more["window_left"],
+            cap=self.more["logits_soft_cap"],
+        )  # fmt: skip
+        out[tokens] = torch.where(seen.view(-1, 1, 1), exact, v.float().mean()).to(out.dtype)
+        if lse is not None:
+            lse[tokens] = torch.where(seen.view(-1, 1), natural / torch.tensor(2.0).log(), -5e4)
+
+
+class _Prefill(_Wrapper):
+    def plan(
+        self, qo: Tensor, starts: Tensor, indices: Tensor, last: Tensor, heads: int, kv_heads: int, size: int,
+        page: int, *, causal: bool, max_token_per_sequence: int, **more: Any,
+    ) -> None:  # fmt: skip
+        assert qo.device.type == "cpu"
+        assert max_token_per_sequence == int(qo.diff().max())
+        self.query_starts, self.causal = qo.clone(), causal
+        self._keep(starts, indices, last, (heads, kv_heads, size, page), **more)
+
+
+class _Decode(_Wrapper):
+    causal = False
+
+    def plan(self, starts: Tensor, indices: Tensor, last: Tensor, *shape: int, **more: Any) -> None:
+        assert len(indices) <= len(self.options["paged_kv_indices_buffer"])
+        self.query_starts = torch.arange(len(last) + 1)
+        self._keep(starts, indices, last, shape, **more)
+
+
+def _fast_decode_plan(
+    wrapper: _Decode, starts: Tensor, indices: Tensor, last: Tensor, *shape: int,
+    global_override_indptr_cpu: Tensor, **more: Any,
+) -> None:  # fmt: skip
+    assert wrapper.plans > 0, "the first plan is a full one"
+    assert torch.equal(global_override_indptr_cpu, starts)
+    assert torch.equal(wrapper.options["paged_kv_indptr_buffer"], starts), "the caller's to fill"
+    assert torch.equal(wrapper.options["paged_kv_last_page_len_buffer"], last)
+    _Decode.plan(wrapper, starts, indices, last, *shape, **more)
+
+
+def fake_flashinfer() -> types.SimpleNamespace:
+    """What stands for the module ``flashinfer``."""
+    _Wrapper.made.clear()
+    return types.SimpleNamespace(
+        BatchPrefillWithPagedKVCacheWrapper=_Prefill, BatchDecodeWithPagedKVCacheWrapper=_Decode,
+        fast_decode_plan=_fast_decode_plan, __version__="0.0", made=_Wrapper.made,
+    )  # fmt: skip

@@ -1,0 +1,165 @@
+"""Two backends over one cache: what is composed, what is refused, and where a batch is split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from toy_backends import make_backend
+
+from attnbackend import (
+    AttentionCGSupport,
+    AttentionSelectorConfig,
+    CommonAttentionMetadata,
+    KVCacheLayout,
+    MultipleOf,
+    resolve_backend,
+    select_backend,
+)
+from attnbackend.backends.two_phase import TwoPhaseBackend, compose
+from attnbackend.impl import AttentionParams
+from attnbackend.kv_cache import spec_of
+from attnbackend.registry import any_case_name, is_implemented
+from attnbackend.testing.conformance import check_backend
+
+NAME = "TORCH_SDPA+CPU_ATTN"
+
+
+def _config(**changes: Any) -> AttentionSelectorConfig:
+    fields: dict[str, Any] = {
+        "device_type": "cpu", "head_size": 64, "num_heads": 4, "num_kv_heads": 2, "dtype": torch.float32,
+        "block_size": 16, **changes,
+    }  # fmt: skip
+    return AttentionSelectorConfig.dense(**fields)
+
+
+def test_a_composition_is_asked_for_by_two_names():
+    assert is_implemented(NAME)
+    cls = resolve_backend(NAME)
+    assert issubclass(cls, TwoPhaseBackend)
+    assert [part.get_name() for part in cls.parts] == ["TORCH_SDPA", "CPU_ATTN"]
+    assert resolve_backend(NAME) is cls
+
+
+def test_the_environment_may_name_it_in_any_case(monkeypatch):
+    assert any_case_name("torch_sdpa + Cpu_Attn") == NAME
+    monkeypatch.setenv("ATTNBACKEND", "torch_sdpa+torch_sdpa")
+    assert select_backend(_config()).name == "TORCH_SDPA+TORCH_SDPA"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("TORCH_SDPA+NOBODY", "unknown attention backend 'NOBODY'"),
+        ("TORCH_SDPA+", "a composition is two names"),
+        ("A+B+C", "a composition is two names"),
+        ("TORCH_SDPA+FLASH_ATTN_DIFFKV", "'FLASH_ATTN_DIFFKV' is not implemented"),
+    ],
+)
+def test_what_is_no_composition_is_refused(name, reason):
+    with pytest.raises(ValueError, match=reason):
+        select_backend(_config(), backend=name)
+
+
+def test_it_claims_what_both_claim():
+    prefill = make_backend("A_PREFILL", supports_alibi=True, supported_head_sizes=(MultipleOf(8, 32, 256),))
+    decode = make_backend("A_DECODE", supports_sinks=True, supported_head_sizes=(64, 72, 512))
+    both = compose(prefill=prefill, decode=decode)
+    assert (both.supports_alibi, both.supports_sinks) == (False, False)
+    assert both.supported_head_sizes == (64, 72)
+    assert not both.supports_head_size(128)
+
+
+def test_ranges_of_sizes_are_intersected():
+    prefill = make_backend("B_PREFILL", supported_block_sizes=(MultipleOf(16, 16, 128),))
+    decode = make_backend("B_DECODE", supported_block_sizes=(MultipleOf(24), MultipleOf(64, 256)))
+    assert compose(prefill=prefill, decode=decode).supported_block_sizes == (MultipleOf(48, 16, 128),)
+
+
+def test_caches_that_differ_are_refused():
+    def shape(blocks: int, size: int, heads: int, head_size: int, dtype: str = "auto") -> tuple[int, ...]:
+        return (2, blocks, size, heads, head_size)
+
+    def order(cls: Any, layout: KVCacheLayout) -> tuple[int, ...]:
+        return (1, 0, 2, 3, 4)
+
+    plain = make_backend("C_PLAIN")
+    with pytest.raises(ValueError, match=r"C_PLAIN\+C_SHAPE cannot be composed: the cache of .* is \(7, 2"):
+        compose(prefill=plain, decode=make_backend("C_SHAPE", get_kv_cache_shape=staticmethod(shape)))
+    with pytest.raises(ValueError, match=r"order \(0, 1, 2, 3, 4\) and \(1, 0, 2, 3, 4\) for layout NHD"):
+        compose(prefill=plain, decode=make_backend("C_ORDER", get_kv_cache_stride_order=classmethod(order)))
+    with pytest.raises(ValueError, match="is composed already"):
+        compose(prefill=compose(prefill=plain, decode=plain), decode=plain)
+
+
+def _plan(query_lens: list[int], **changes: Any) -> Any:
+    params = AttentionParams(
+        num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.float32, kv_cache_dtype="auto", block_size=16,
+        device_type="cpu", scale=0.125,
+    )  # fmt: skip
+    builder = resolve_backend(NAME).get_builder_cls()(params, spec_of(params), None, torch.device("cpu"))
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lens = torch.tensor(query_lens, dtype=torch.int32) + 3
+    fields: dict[str, Any] = {
+        "query_start_loc": starts, "seq_lens": lens, "num_reqs": len(lens),
+        "block_table": torch.zeros(len(lens), 4, dtype=torch.int32), "num_actual_tokens": sum(query_lens),
+        "max_query_len": max(query_lens), "max_seq_len": 20, "query_start_loc_cpu": starts,
+        "seq_lens_cpu": lens, **changes,
+    }  # fmt: skip
+    return builder.build(0, CommonAttentionMetadata(**fields)).phases
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "split", "decode_rows", "prefill_rows"),
+    [
+        ([1, 1, 1], None, 3, None),
+        ([0, 1, 0], None, 3, None),
+        ([5, 1], None, None, 2),
+        ([1, 1, 5, 1], 2, 2, 2),
+        ([0, 1, 4], 1, 2, 1),
+    ],
+)
+def test_a_batch_is_split_at_its_first_longer_query(query_lens, split, decode_rows, prefill_rows):
+    phases = _plan(query_lens)
+    assert phases.split == split
+    for plan, rows in ((phases.decode, decode_rows), (phases.prefill, prefill_rows)):
+        assert (None if plan is None else len(plan.common.seq_lens)) == rows
+
+
+def test_graphs_hold_what_the_decode_part_can():
+    class Never(resolve_backend("TORCH_SDPA").get_builder_cls()):
+        cudagraph_support = AttentionCGSupport.NEVER
+
+    class Always(Never):
+        cudagraph_support = AttentionCGSupport.ALWAYS
+
+    params = AttentionParams(
+        num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.float32, kv_cache_dtype="auto", block_size=16,
+        device_type="cpu", scale=0.125,
+    )  # fmt: skip
+    never, always = (
+        make_backend(name, builder=builder) for name, builder in (("D_NEVER", Never), ("D_ALWAYS", Always))
+    )
+    for prefill, decode, support in (
+        (always, always, AttentionCGSupport.UNIFORM_BATCH),
+        (never, always, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE),
+        (always, never, AttentionCGSupport.NEVER),
+    ):
+        builder = compose(prefill=prefill, decode=decode).get_builder_cls()
+        assert builder.get_cudagraph_support(spec_of(params)) is support
+
+
+def test_a_composition_keeps_its_claims():
+    name = NAME if resolve_backend("CPU_ATTN").unavailable_reason("cpu") is None else "TORCH_SDPA+TORCH_SDPA"
+    only = ["numerics", "plan", "padding", "lse", "refusal", "opcheck"]
+    check_backend(name, quick=True, only=only).assert_ok()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", ["graphs", "plan", "padding"])
+def test_the_libraries_together_keep_their_claims(check):
+    name = "FLASH_ATTN+FLASHINFER"
+    if reason := resolve_backend(name).unavailable_reason("cuda"):
+        pytest.skip(reason)
+    check_backend(name, device="cuda", quick=True, only=[check], case="plain*").assert_ok()
