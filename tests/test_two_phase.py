@@ -122,7 +122,7 @@ def _plan(query_lens: list[int], **changes: Any) -> Any:
 )
 def test_a_batch_is_split_at_its_first_longer_query(query_lens, split, decode_rows, prefill_rows):
     phases = _plan(query_lens)
-    assert phases.split == split
+    assert phases.token == split
     for plan, rows in ((phases.decode, decode_rows), (phases.prefill, prefill_rows)):
         assert (None if plan is None else len(plan.common.seq_lens)) == rows
 
