@@ -194,9 +194,10 @@ class ModelRunner:
     ) -> PreparedStep:
         """A padded batch, planned as the graph of ``key`` needs it."""
         common = self._builder_input(batch, inputs).replace(num_actual_tokens=key.descriptor.num_tokens)
+        if not key.descriptor.uniform:  # Whatever the batch's own bound is, the graph's was this at capture.
+            common = common.replace(max_query_len=key.descriptor.num_tokens)
         if capturing:
-            longest = 1 if key.descriptor.uniform else key.descriptor.num_tokens
-            common = common.replace(max_query_len=longest, max_seq_len=self.max_model_len)
+            common = common.replace(max_query_len=common.max_query_len or 1, max_seq_len=self.max_model_len)
         context = self._context(common, capturing)
         plans = {f"plan {group} of {name}": plan for (group, name), plan in context.plans.items()}
         tensors = {**inputs.named(), **dict(plan_tensors(plans, ""))}

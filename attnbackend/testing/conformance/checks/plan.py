@@ -49,12 +49,16 @@ class Plan(Check):
         large = subject.batch(resized(replace(case.attention, probe=None), {**LARGEST, **padding}))
         buffers = PersistentBatch.for_batches([large, small], subject.device)
         builder = make_builder(subject, case.attention, buffers.limits)
+        level = graph_support(subject, case.attention)
+        # A graph of mixed batches says its own bound of query lengths, whatever a batch's is.
+        longest = max(large.case.query_lens) if level is AttentionCGSupport.ALWAYS else 0
         findings: list[str] = []
         before: dict[str, Tensor] = {}
         for what, batch in (("large", large), ("small", small), ("large again", large)):
-            plan = builder.build(0, buffers.fill(batch))
+            common = buffers.fill(batch)
+            plan = builder.build(0, common.replace(max_query_len=max(longest, common.max_query_len)))
             findings += _unplanned_differs(subject, batch, buffers, plan, what)
-            if graph_support(subject, case.attention) > AttentionCGSupport.NEVER:
+            if level > AttentionCGSupport.NEVER:
                 now = dict(plan_tensors(plan))
                 findings += _moved(before or now, now, what)
                 before = now
