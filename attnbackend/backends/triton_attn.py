@@ -40,7 +40,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TritonMetadata:  # fmt: skip
-        is_decode = common_attn_metadata.max_query_len <= 1
+        has_cache = not self.params.attn_type.keeps_no_cache
+        is_decode = has_cache and common_attn_metadata.max_query_len <= 1
         return TritonMetadata(common=common_attn_metadata, is_decode=is_decode)
 
 
