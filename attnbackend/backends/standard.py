@@ -25,6 +25,7 @@ __all__ = [
     "PagedKernelImpl",
     "StandardCacheBackend",
     "StandardImpl",
+    "kernel_features",
 ]
 
 
@@ -131,7 +132,7 @@ class PagedKernelImpl(StandardImpl):
             keys, values = kv_cache.unbind(1)
         self.attention_kernel(attn_metadata, query.shape[0])(
             query, keys, values, output, batch.query_start_loc, batch.seq_lens, table,
-            **_kernel_features(self.params, tensors),
+            **kernel_features(self.params, tensors),
         )  # fmt: skip
 
     def kv_cache_update(
@@ -142,7 +143,7 @@ class PagedKernelImpl(StandardImpl):
         self.write_kernel()(key, value, key_cache, value_cache, slot_mapping, **scales)
 
 
-def _kernel_features(params: AttentionParams, tensors: OptionalTensors) -> dict[str, Any]:
+def kernel_features(params: AttentionParams, tensors: OptionalTensors) -> dict[str, Any]:
     """The keyword arguments that the project's own kernels share."""
     return {
         "scale": params.scale,

@@ -15,7 +15,7 @@ from .availability import unavailable_reason
 if TYPE_CHECKING:
     from .cache_writer import cache_write
     from .decode import paged_decode_attention
-    from .merge import merge_attention_states
+    from .merge import merge_attention_states, merge_over
     from .paged import paged_attention
     from .splits import decode_num_splits, decode_workspace_size
 
@@ -24,6 +24,7 @@ __all__ = [
     "decode_num_splits",
     "decode_workspace_size",
     "merge_attention_states",
+    "merge_over",
     "paged_attention",
     "paged_decode_attention",
     "unavailable_reason",
@@ -34,6 +35,7 @@ _HOME = {
     "decode_num_splits": "splits",
     "decode_workspace_size": "splits",
     "merge_attention_states": "merge",
+    "merge_over": "merge",
     "paged_attention": "paged",
     "paged_decode_attention": "decode",
 }
