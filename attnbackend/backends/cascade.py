@@ -170,12 +170,13 @@ class CascadePlanner:
 
     def _prefix(self, blocks: int, common: CommonAttentionMetadata, to: _Buffers) -> CommonAttentionMetadata:
         width = common.block_table.shape[1]
-        has_keys_R = common.seq_lens > 0
-        ends_R = torch.where(has_keys_R, common.query_start_loc[1:], 0)
+        starts = common.query_start_loc
+        shares_R = (common.seq_lens > 0) & (starts[1:] > starts[:-1])
+        ends_R = torch.where(shares_R, starts[1:], 0)
         to.prefix_start_loc[1:].copy_(ends_R.amax(0, keepdim=True))
         to.prefix_seq_lens.fill_(blocks * self.block_size)
-        # Of the first request: rows of padding point at block 0.
-        first = has_keys_R.int().argmax(0, keepdim=True)
+        # Of the first request that brings tokens: rows of padding point at block 0.
+        first = shares_R.int().argmax(0, keepdim=True)
         to.prefix_table_1W[:, :width].copy_(common.block_table.index_select(0, first))
         return CommonAttentionMetadata(
             query_start_loc=to.prefix_start_loc,
