@@ -220,7 +220,7 @@ def test_a_batch_beyond_the_limits_is_refused() -> None:
 # --- when to cut ----------------------------------------------------------------------------
 
 CASE = AttentionCase(dtype=torch.float16, **BATCHES["decode"])
-LARGE = {"common_prefix_len": 1 << 20, "num_reqs": 256, "max_query_len": 1}
+LARGE: dict[str, Any] = {"common_prefix_len": 1 << 20, "num_reqs": 256, "max_query_len": 1}
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_long_prefix_of_many_requests_is_cut() -> None:
 
 
 def test_thresholds_count_whole_blocks() -> None:
-    step = {"num_reqs": 2, "max_query_len": 1}
+    step: dict[str, Any] = {"num_reqs": 2, "max_query_len": 1}
     thresholds = CascadeThresholds(min_prefix_len=33, min_num_reqs=2)
     assert not use_cascade(params_of(CASE), 47, **step, thresholds=thresholds)
     assert use_cascade(params_of(CASE), 48, **step, thresholds=thresholds)
@@ -362,6 +362,7 @@ def test_a_graph_over_parts_replays_other_batches_and_prefixes(dtype: torch.dtyp
         held.query_start_loc.copy_(batch.query_start_loc)
         held.seq_lens.copy_(batch.seq_lens)
         assert held.sinks is not None
+        assert batch.sinks is not None
         held.sinks.copy_(batch.sinks)
         return dataclasses.replace(held, kv_cache=cache, block_table=table, case=batch.case)
 

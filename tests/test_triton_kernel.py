@@ -433,7 +433,7 @@ def test_own_keys_in_splits_of_unequal_head_sizes() -> None:
 def test_own_keys_are_those_of_the_tokens() -> None:
     batch = make_own_batch(OWN)
     batch.key_cache = batch.key_cache[:-1]
-    with pytest.raises(ValueError, match="key_cache.shape is \\(48, 2, 32\\); allowed: \\[49, Hk, D\\]"):
+    with pytest.raises(ValueError, match=r"key_cache.shape is \(48, 2, 32\); allowed: \[49, Hk, D\]"):
         run(paged_attention, batch, Options())
 
 
@@ -491,7 +491,10 @@ def test_bidirectional_alibi_falls_off_on_both_sides() -> None:
     [
         ({"attention_chunk_size": 0}, "attention_chunk_size is 0; allowed: None, or at least 1"),
         ({"attention_chunk_size": 4, "sliding_window": 4}, "allowed: None beside a sliding_window"),
-        ({"causal": False, "ranges": (((0, 2),),)}, "bidirectional_ranges is given; allowed: None unless causal"),
+        (
+            {"causal": False, "ranges": (((0, 2),),)},
+            "bidirectional_ranges is given; allowed: None unless causal",
+        ),
     ],
 )
 def test_masks_that_contradict_each_other_are_refused(options: Any, message: str) -> None:

@@ -17,9 +17,7 @@ from attnbackend.kernels.cpu._structs import ATTENTION_STRUCT
 _NAMES = "query key_cache value_cache output"
 
 
-def _sizes(
-    query: Tensor, seq_lens: Tensor, block_table: Tensor | None, cache: CacheViews
-) -> tuple[int, ...]:
+def _sizes(query: Tensor, seq_lens: Tensor, block_table: Tensor | None, cache: CacheViews) -> tuple[int, ...]:
     """tokens .. table_width, as in args.h."""
     _checks.require_rank("query", query, 3, "[T, H, D]")
     tokens, heads, head_size = query.shape
@@ -43,17 +41,15 @@ def _sizes(
     )
 
 
-def _strides(
-    query: Tensor, output: Tensor, block_table: Tensor | None, cache: CacheViews
-) -> tuple[int, ...]:
+def _strides(query: Tensor, output: Tensor, block_table: Tensor | None, cache: CacheViews) -> tuple[int, ...]:
     """query_token .. table_row, as in args.h."""
-    q_stride, o_stride, t_stride = query.stride(), output.stride(), (0, 1)
+    q_stride, o_stride, table_row = query.stride(), output.stride(), 0
     _checks.require_last_stride("query", query, q_stride)
     _checks.require_last_stride("output", output, o_stride)
     if block_table is not None:
-        t_stride = block_table.stride()
-        _checks.require_last_stride("block_table", block_table, t_stride)
-    return (*q_stride[:2], *cache.strides, *o_stride[:2], t_stride[0])
+        _checks.require_last_stride("block_table", block_table, block_table.stride())
+        table_row = block_table.stride(0)
+    return (*q_stride[:2], *cache.strides, *o_stride[:2], table_row)
 
 
 def _require_tables(

@@ -74,12 +74,12 @@ class Launch(NamedTuple):
 
     @property
     def ranges(self) -> torch.Tensor | None:
-        return self.tensors[-1]  # type: ignore[no-any-return]
+        return self.tensors[-1]
 
     @property
     def reach(self) -> tuple[int, int]:
         """Reach of the mask, and ranges of a row."""
-        return self.numbers[2:4]  # type: ignore[return-value]
+        return self.numbers[2], self.numbers[3]
 
     @property
     def out_strides(self) -> tuple[int, ...]:
@@ -170,9 +170,7 @@ def prepare(
         (key_cache, value_cache, output, query_start_loc, seq_lens, block_table,
          alibi_slopes, sinks, k_scale, v_scale, lse, bidirectional_ranges),
     )  # fmt: skip
-    _check_dimensions(
-        where, query, key_cache, value_cache, output, query_start_loc, seq_lens, block_table
-    )
+    _check_dimensions(where, query, key_cache, value_cache, output, query_start_loc, seq_lens, block_table)
     tokens, heads, head_size = query.shape
     key_shape, value_shape = key_cache.shape, value_cache.shape
     if block_table is None:

@@ -146,4 +146,3 @@ def launch_merge_tokens(launch: Launch, num_splits: int, partial: torch.Tensor) 
         partial, out, lse, *launch.out_strides, num_splits, constants["OUT_FMT"],
         launch.value_size, constants["DV_PAD"], MERGE_STEP, constants["PRECISE"], num_warps=2,
     )  # fmt: skip
-
