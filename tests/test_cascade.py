@@ -43,6 +43,7 @@ from attnbackend.testing import (
 PREFIX = 48
 """Tokens that the batches below share: three blocks."""
 SMALL = CascadeThresholds(min_prefix_len=16, min_num_reqs=1)
+"""That the small batches of these tests pass."""
 
 BATCHES: dict[str, dict[str, Any]] = {
     "decode": {"query_lens": (1, 1, 1), "context_lens": (48, 90, 51)},
@@ -266,21 +267,12 @@ def test_tensors_that_count_positions_keep_a_call_whole() -> None:
 # --- TRITON_ATTN -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cut_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thresholds that the small batches of these tests pass."""
-    from attnbackend.backends import triton_attn
-
-    def cut(*args: Any, **kwargs: Any) -> bool:
-        return use_cascade(*args, **kwargs, thresholds=SMALL)
-
-    monkeypatch.setattr(triton_attn, "use_cascade", cut)
-
-
 def triton_builder(case: AttentionCase, limits: BatchLimits | None, **changes: Any) -> Any:
     params = params_of(case, **changes)
     cls = resolve_backend("TRITON_ATTN").get_builder_cls()
-    return cls(params, spec_of(params), limits, torch.device(DEVICE))
+    builder = cls(params, spec_of(params), limits, torch.device(DEVICE))
+    builder.cascade_thresholds = SMALL
+    return builder
 
 
 def call_op(batch: PagedBatch, plan: Any) -> None:
@@ -306,7 +298,6 @@ def kernel_batches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return called
 
 
-@pytest.mark.usefixtures("cut_early")
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", BATCHES)
 def test_triton_serves_a_plan_in_parts(name: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +312,6 @@ def test_triton_serves_a_plan_in_parts(name: str, feature: str, monkeypatch: pyt
     assert called == [("paged_attention", 1), (suffix, case.num_rows)]
 
 
-@pytest.mark.usefixtures("cut_early")
 def test_alibi_keeps_a_call_whole_whatever_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     require("TRITON_ATTN", torch.float16)
     case = AttentionCase(dtype=torch.float16, use_alibi=True, **BATCHES["mixed"])
@@ -332,7 +322,6 @@ def test_alibi_keeps_a_call_whole_whatever_the_plan(monkeypatch: pytest.MonkeyPa
     assert called == [("paged_attention", 3)]
 
 
-@pytest.mark.usefixtures("cut_early")
 def test_only_a_full_build_for_a_shared_prefix_cuts() -> None:
     case = AttentionCase(dtype=torch.float16, **BATCHES["decode"])
     common = metadata(shared_batch(case, DEVICE))
@@ -342,10 +331,11 @@ def test_only_a_full_build_for_a_shared_prefix_cuts() -> None:
     assert builder.build(PREFIX, common, fast_build=True).cascade is None
     assert builder.build_for_cudagraph_capture(common).cascade is None
     assert triton_builder(case, None, sliding_window=4).build(PREFIX, common).cascade is None
+    builder.cascade_thresholds = cascade.DEFAULT_THRESHOLDS
+    assert builder.build(PREFIX, common).cascade is None
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("cut_early")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_graph_over_parts_replays_other_batches_and_prefixes(dtype: torch.dtype) -> None:
     rows, width = 4, 24

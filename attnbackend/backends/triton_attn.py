@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnbackend.backends.cascade import (
+    DEFAULT_THRESHOLDS,
     CascadeParts,
     CascadePlanner,
     attend_in_parts,
@@ -52,6 +53,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     """
 
     cudagraph_support = AttentionCGSupport.ALWAYS
+    cascade_thresholds = DEFAULT_THRESHOLDS
 
     def __init__(
         self, params: AttentionParams, kv_cache_spec: KVCacheSpec, limits: BatchLimits | None,
@@ -72,8 +74,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def _cuts(self, common_prefix_len: int, common: CommonAttentionMetadata) -> bool:
         return use_cascade(
-            self.params, common_prefix_len, num_reqs=common.num_reqs, max_query_len=common.max_query_len
-        )
+            self.params, common_prefix_len, num_reqs=common.num_reqs,
+            max_query_len=common.max_query_len, thresholds=self.cascade_thresholds,
+        )  # fmt: skip
 
 
 class TritonAttentionImpl(PagedKernelImpl):
