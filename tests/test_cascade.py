@@ -270,7 +270,7 @@ def test_tensors_that_count_positions_keep_a_call_whole() -> None:
 def triton_builder(case: AttentionCase, limits: BatchLimits | None, **changes: Any) -> Any:
     params = params_of(case, **changes)
     cls = resolve_backend("TRITON_ATTN").get_builder_cls()
-    builder = cls(params, spec_of(params), limits, torch.device(DEVICE))
+    builder: Any = cls(params, spec_of(params), limits, torch.device(DEVICE))
     builder.cascade_thresholds = SMALL
     return builder
 

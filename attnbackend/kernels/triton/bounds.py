@@ -49,19 +49,20 @@ def key_bounds(
 def widened(
     low: tl.tensor,
     high: tl.tensor,
-    position: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
     seq_len: tl.tensor,
     ranges_ptr: tl.tensor,
     row: tl.tensor,
     num_ranges: tl.tensor,
 ) -> tl.tensor:
-    """(low, high) with all of the row's ranges that hold `position`."""
+    """(low, high) with all of the row's ranges that hold any of the positions `first` to `last`."""
     if ranges_ptr is not None:
         ranges_ptr += row.to(tl.int64) * num_ranges * 2
         for i in range(num_ranges):
             start = tl.load(ranges_ptr + 2 * i)
             end = tl.load(ranges_ptr + 2 * i + 1)
-            inside = (position >= start) & (position < end)
+            inside = (start < end) & (start <= last) & (first < end)
             low = tl.where(inside, tl.minimum(low, tl.maximum(start, 0)), low)
             high = tl.where(inside, tl.maximum(high, tl.minimum(end, seq_len)), high)
     return low, high
@@ -69,31 +70,25 @@ def widened(
 
 @triton.jit
 def key_ranges(
-    low: tl.tensor,
-    high: tl.tensor,
-    keep: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
     seq_len: tl.tensor,
     reach: tl.tensor,
+    ranges_ptr: tl.tensor,
+    row: tl.tensor,
+    num_ranges: tl.tensor,
     CAUSAL: tl.constexpr,
     REACH: tl.constexpr,
-    HAS_RANGES: tl.constexpr,
     N: tl.constexpr,
 ) -> tl.tensor:
     """Keys [begin, end) that a tile sees, and [full_begin, full_end) that all its rows see.
 
-    The tile's rows have the bounds [low, high) where `keep`, and positions `first` to `last`.
-    The full range is in whole steps of N keys.
+    The tile's rows have the positions `first` to `last`. The full range is in whole steps of N
+    keys, and leaves out what only ranges add.
     """
-    if HAS_RANGES:
-        begin = tl.min(tl.where(keep, low, seq_len), 0)
-        end = tl.max(tl.where(keep, high, 0), 0)
-        full_begin = tl.max(tl.where(keep, low, 0), 0)
-        full_end = tl.min(tl.where(keep, high, seq_len), 0)
-    else:
-        begin, full_end = key_bounds(first, seq_len, reach, CAUSAL, REACH)
-        full_begin, end = key_bounds(last, seq_len, reach, CAUSAL, REACH)
+    begin, full_end = key_bounds(first, seq_len, reach, CAUSAL, REACH)
+    full_begin, end = key_bounds(last, seq_len, reach, CAUSAL, REACH)
+    begin, end = widened(begin, end, first, last, seq_len, ranges_ptr, row, num_ranges)
     full_begin = (full_begin + N - 1) // N * N
     full_end = full_end // N * N
     return begin, end, full_begin, full_end
@@ -111,6 +106,7 @@ def decode_first_key(
     """The first key that the last token of a sequence sees; the last is its own."""
     first = seq_len * 0
     if REACH != "all":
-        first, end = key_bounds(seq_len - 1, seq_len, reach, True, REACH)
-        first, end = widened(first, end, seq_len - 1, seq_len, ranges_ptr, row, num_ranges)
+        last = seq_len - 1
+        first, end = key_bounds(last, seq_len, reach, True, REACH)
+        first, end = widened(first, end, last, last, seq_len, ranges_ptr, row, num_ranges)
     return first

@@ -125,7 +125,8 @@ def paged_attention_kernel(
     MIN_KEYS: tl.constexpr,
 ) -> None:
     HAS_ALIBI: tl.constexpr = alibi_ptr is not None
-    HAS_RANGES: tl.constexpr = ranges_ptr is not None
+    # Where not, all rows of a tile see the same keys.
+    BY_ROW: tl.constexpr = CAUSAL or REACH != "all"
     HAS_LOW: tl.constexpr = REACH != "all"
     Q: tl.constexpr = M // HEADS
     # The last tile of a causal prefill sees the most keys: it starts first.
@@ -172,10 +173,11 @@ def paged_attention_kernel(
 
     last = tl.minimum(first + Q, q_len) - 1
     low, high = key_bounds(position, seq_len, reach, CAUSAL, REACH)
-    low, high = widened(low, high, position, seq_len, ranges_ptr, row_or_0, num_ranges)
+    low, high = widened(low, high, position, position, seq_len, ranges_ptr, row_or_0, num_ranges)
     begin, end, full_begin, full_end = key_ranges(
-        low, high, keep, context + first, context + last, seq_len, reach, CAUSAL, REACH, HAS_RANGES, N
-    )
+        context + first, context + last, seq_len, reach, ranges_ptr, row_or_0, num_ranges,
+        CAUSAL, REACH, N,
+    )  # fmt: skip
     start = begin // N * N
     stop = end
     full_start = full_begin
@@ -190,21 +192,21 @@ def paged_attention_kernel(
             acc, row_max, row_sum, q, position, low, high, slope, k_ptr, v_ptr, table_ptr,
             start, tl.minimum(full_begin, stop), begin, end,
             scale, soft_cap, k_block, k_slot, v_block, v_slot,
-            True, True, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
+            True, BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
             K_FMT, V_FMT, DOT, PRECISE,
         )  # fmt: skip
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q, position, low, high, slope, k_ptr, v_ptr, table_ptr,
         full_start, full_end, begin, end,
         scale, soft_cap, k_block, k_slot, v_block, v_slot,
-        False, True, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
+        False, BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
         K_FMT, V_FMT, DOT, PRECISE,
     )  # fmt: skip
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q, position, low, high, slope, k_ptr, v_ptr, table_ptr,
         tl.maximum(full_start, full_end), stop, begin, end,
         scale, soft_cap, k_block, k_slot, v_block, v_slot,
-        True, True, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
+        True, BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
         K_FMT, V_FMT, DOT, PRECISE,
     )  # fmt: skip
 
