@@ -170,7 +170,9 @@ def prepare(
         (key_cache, value_cache, output, query_start_loc, seq_lens, block_table,
          alibi_slopes, sinks, k_scale, v_scale, lse, bidirectional_ranges),
     )  # fmt: skip
-    _check_dimensions(where, query, key_cache, value_cache, output, query_start_loc, seq_lens, block_table)
+    q, k, v, out, table_row = _checked_strides(
+        where, query, key_cache, value_cache, output, query_start_loc, seq_lens, block_table
+    )
     tokens, heads, head_size = query.shape
     key_shape, value_shape = key_cache.shape, value_cache.shape
     if block_table is None:
@@ -189,18 +191,21 @@ def prepare(
     checks.check_metadata(where, query_start_loc, seq_lens, block_table)
     checks.check_extras(where, tokens, heads, alibi_slopes, sinks, lse)
     rows = seq_lens.shape[0]
-    num_ranges = checks.count_ranges(where, bidirectional_ranges, rows, causal and block_table is not None)
+    num_ranges = 0
+    if bidirectional_ranges is not None:
+        paged_and_causal = causal and block_table is not None
+        num_ranges = checks.count_ranges(where, bidirectional_ranges, rows, paged_and_causal)
     numbers = (
         float(scale),  # an int would become a compile-time constant
         float(logits_soft_cap),
         min(sliding_window or attention_chunk_size or 0, MAX_REACH),
         num_ranges,
-        *query.stride()[:2],
-        *_key_strides(key_cache),
-        *_key_strides(value_cache),
-        *output.stride()[:2],
+        *q,
+        *k,
+        *v,
+        *out,
         *((0, 0) if lse is None else lse.stride()),
-        0 if block_table is None else block_table.stride(0),
+        table_row,
         checks.scale_stride(where, "k_scale", k_scale, kv_heads),
         checks.scale_stride(where, "v_scale", v_scale, kv_heads),
     )
@@ -214,12 +219,7 @@ def prepare(
     return Launch(plan, tokens, rows, heads, kv_heads, value_size, max_keys, tensors, numbers)
 
 
-def _key_strides(x: torch.Tensor) -> tuple[int, ...]:
-    """Of block, slot and head; with no cache the slots are tokens."""
-    return x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
-
-
-def _check_dimensions(
+def _checked_strides(
     where: str,
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -228,21 +228,25 @@ def _check_dimensions(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     block_table: torch.Tensor | None,
-) -> None:
-    """ValueError unless each has its dimensions and a last stride of 1."""
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """All strides but the last of query, caches and output, and the table's; blocks have 0 with no cache.
+
+    ValueError unless each tensor has the dimensions of its role, and a last stride of 1.
+    """
     q, k, v, out = query.stride(), key_cache.stride(), value_cache.stride(), output.stride()
     lens, starts = seq_lens.stride(), query_start_loc.stride()
-    table = (1, 1) if block_table is None else block_table.stride()
+    table: tuple[int, ...] = (0, 1) if block_table is None else block_table.stride()
+    if block_table is None:
+        k, v = (0, *k), (0, *v)
     dims = len(q), len(k), len(v), len(out), len(table), len(lens), len(starts)
     last = q[-1:], k[-1:], v[-1:], out[-1:], table[-1:], lens[-1:], starts[-1:]
-    keys = 3 if block_table is None else 4
-    if dims == (3, keys, keys, 3, 2, 1, 1) and all(stride == (1,) for stride in last):
-        return
-    named = {
-        "query": query, "key_cache": key_cache, "value_cache": value_cache, "output": output,
-        "seq_lens": seq_lens, "query_start_loc": query_start_loc,
-    } | ({} if block_table is None else {"block_table": block_table})  # fmt: skip
-    checks.check_dimensions(where, named, keys)
+    if dims != (3, 4, 4, 3, 2, 1, 1) or any(stride != (1,) for stride in last):
+        named = {
+            "query": query, "key_cache": key_cache, "value_cache": value_cache, "output": output,
+            "seq_lens": seq_lens, "query_start_loc": query_start_loc,
+        } | ({} if block_table is None else {"block_table": block_table})  # fmt: skip
+        checks.check_dimensions(where, named, 3 if block_table is None else 4)
+    return q[:2], k[:3], v[:3], out[:2], table[0]
 
 
 def _views(tensors: tuple[Any, ...], formats: tuple[str, ...]) -> Any:
