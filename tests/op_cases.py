@@ -9,6 +9,7 @@ from attnbackend import AttentionSelectorConfig, resolve_backend
 from attnbackend.registry import AttentionBackendEnum
 from attnbackend.selector import backend_reasons
 from attnbackend.testing import AttentionCase
+from attnbackend.testing.conformance.kinds import SPANS, fit_to_batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DENSE_BACKENDS = ("TORCH_SDPA", "TRITON_ATTN", "CPU_ATTN", "FLEX_ATTENTION")
@@ -44,6 +45,19 @@ FEATURES = {
     "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.25, "v_scale": 0.5},
     "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2", "k_scale": 2.0, "v_scale": 0.125},
     "fp8_per_head_scales": {"kv_cache_dtype": "fp8", "k_scale": (0.25, 0.5), "v_scale": (1.0, 0.125)},
+    "not_causal_alibi": {"causal": False, "use_alibi": True},
+    "chunks": {"attention_chunk_size": 7},
+    "chunks_of_one": {"attention_chunk_size": 1},
+    "chunks_wider_than_all": {"attention_chunk_size": 4096},
+    "chunks_cap_and_sinks": {"attention_chunk_size": 9, "logits_soft_cap": 8.0, "use_sinks": True},
+    "ranges": {"bidirectional_ranges": SPANS},
+    "ranges_over_window": {"bidirectional_ranges": SPANS, "sliding_window": 3},
+    "ranges_over_chunks": {"bidirectional_ranges": SPANS, "attention_chunk_size": 5, "use_alibi": True},
+    "encoder": {"attn_type": "encoder", "causal": False},
+    "encoder_causal": {"attn_type": "encoder"},
+    "encoder_window": {"attn_type": "encoder_only", "causal": False, "sliding_window": 4, "use_alibi": True},
+    "encoder_strided": {"attn_type": "encoder_only", "causal": False, "strided_tensors": True},
+    "cross": {"attn_type": "encoder_decoder", "causal": False},
     "fp8_hnd_cap": {"kv_cache_dtype": "fp8", "layout": "HND", "logits_soft_cap": 4.0, "k_scale": 0.5},
 }  # fmt: skip
 
@@ -65,7 +79,9 @@ BATCHES = {
 
 
 def case(feature: str, batch: str = "mixed", **changes: object) -> AttentionCase:
-    return AttentionCase(**{**FEATURES[feature], **BATCHES[batch], **changes})  # type: ignore[arg-type]
+    """The feature over the batch, whose lengths change where the feature's kind of attention asks for it."""
+    fields = fit_to_batch({**FEATURES[feature], **BATCHES[batch], **changes})
+    return AttentionCase(**fields)
 
 
 def dtypes() -> tuple[torch.dtype, ...]:
@@ -74,10 +90,8 @@ def dtypes() -> tuple[torch.dtype, ...]:
 
 def require(backend: str, dtype: torch.dtype = torch.float32, device_type: str = DEVICE) -> None:
     """Skips, with the reason, where the backend cannot run on this machine's ``device_type``."""
-    if device_type == "cpu" and backend == "TRITON_ATTN" and dtype is torch.bfloat16:
-        pytest.skip("Triton's interpreter computes tl.dot on bfloat16 wrongly; needs a CUDA device")
     config = AttentionSelectorConfig.dense(
-        device_type=device_type, head_size=64, num_heads=4, num_kv_heads=2, dtype=torch.float32
+        device_type=device_type, head_size=64, num_heads=4, num_kv_heads=2, dtype=dtype
     )
     reasons = backend_reasons(backend, config)
     if reasons:

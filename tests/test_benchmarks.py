@@ -112,3 +112,20 @@ def test_a_count_below_one_is_refused(option: str) -> None:
     done = _run(option, "0")
     assert done.returncode == 2
     assert "must be at least 1" in done.stderr
+
+
+def test_cascade_writes_a_row_for_each_shape(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    file = tmp_path / "cascade.json"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "benchmarks.cascade", "--device", "cpu", "--requests", "2", "3", "--prefix",
+            "32", "--suffix", "5", "--heads", "4", "2", "32", "--rounds", "1", "--output", str(file),
+        ],
+        cwd=_REPOSITORY, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["timings"]
+    assert [(row["requests"], row["prefix"], row["suffix"]) for row in rows] == [(2, 32, 5), (3, 32, 5)]
+    assert all(row["whole_us"] > 0 and row["parts_us"] > 0 and row["build_us"] > 0 for row in rows)

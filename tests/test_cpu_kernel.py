@@ -46,6 +46,11 @@ class Case:
     layout: str = "NHD"
     causal: bool = True
     window: int | None = None
+    chunk: int | None = None
+    ranges: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Bidirectional ranges of the first requests; the others have none."""
+    own_keys: bool = False
+    """No cache: keys are the tokens' own, and contexts are 0 (or minus the query's length)."""
     soft_cap: float = 0.0
     alibi: bool = False
     sinks: bool = False
@@ -111,7 +116,20 @@ def make_options(case: Case, generator: torch.Generator) -> dict[str, Any]:
         "sinks": sinks if case.sinks else None,
         "k_scale": scale(),
         "v_scale": scale(),
+        "bidirectional_ranges": make_ranges(case),
     }
+
+
+def make_ranges(case: Case) -> Tensor | None:
+    """int32 [R, G, 2], empty ranges after those given."""
+    if not case.ranges:
+        return None
+    rows, most = len(case.query_lens) + case.padded_rows, max(map(len, case.ranges))
+    ranges = torch.tensor([9, 9], dtype=torch.int32).repeat(rows, most, 1)
+    for row, given in enumerate(case.ranges):
+        for place, pair in enumerate(given):
+            ranges[row, place] = torch.tensor(pair)
+    return ranges
 
 
 def make_batch(case: Case, seed: int = 0) -> Batch:
@@ -143,13 +161,20 @@ def real(stored: Tensor, scale: Tensor | None) -> Tensor:
     return stored.double() * factor.double().view(1, -1, 1)
 
 
-def visible(case: Case, length: int, position: int) -> Tensor:
+def visible(case: Case, row: int, length: int, position: int) -> Tensor:
     keys = torch.arange(length)
     mask = torch.ones(length, dtype=torch.bool)
     if case.causal:
         mask &= keys <= position
     if case.window is not None:
         mask &= keys > position - case.window
+        if case.own_keys and not case.causal:
+            mask &= keys < position + case.window
+    if case.chunk is not None:
+        mask &= keys // case.chunk == position // case.chunk
+    for start, end in case.ranges[row] if row < len(case.ranges) else ():
+        if start <= position < end:
+            mask |= (keys >= start) & (keys < end)
     return mask
 
 
@@ -168,15 +193,15 @@ def dense_token(
         score_HL = case.soft_cap * torch.tanh(score_HL / case.soft_cap)
     slopes, sinks = batch.options["alibi_slopes"], batch.options["sinks"]
     if slopes is not None:
-        distance = torch.arange(length) - position
-        score_HL = score_HL + slopes[:, None].to(dtype) * distance.to(dtype)
-    seen_HL = score_HL[:, visible(case, length, position)]
+        distance = (torch.arange(length) - position).abs()
+        score_HL = score_HL - slopes[:, None].to(dtype) * distance.to(dtype)
+    seen_HL = score_HL[:, visible(case, row, length, position)]
     logits = seen_HL
     if sinks is not None and length > 0:
         logits = torch.cat([seen_HL, sinks[:, None].to(dtype)], 1)
     lse_H = torch.logsumexp(logits, 1)  # -inf over nothing
     weight_HL = torch.exp(seen_HL - lse_H[:, None])
-    value_HLD = value_HLD[:, visible(case, length, position)]
+    value_HLD = value_HLD[:, visible(case, row, length, position)]
     return (weight_HL[:, None] @ value_HLD)[:, 0], lse_H
 
 
@@ -194,20 +219,37 @@ def dense(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return output, lse
 
 
+def own_keys(batch: Batch) -> tuple[Tensor, Tensor]:
+    """key and value [T, Hk, D'] as views of one buffer, NaN where no request's keys are."""
+    case, (starts, _, _) = batch.case, batch.tables
+    size = max(case.head_size, case.value_size)
+    fused = torch.full((batch.query_THD.shape[0], 2, case.kv_heads, size), NAN).to(case.cache_dtype)
+    for row, (keys, values) in enumerate(zip(batch.keys_LHD, batch.values_LHD, strict=True)):
+        at = slice(int(starts[row]), int(starts[row]) + len(keys))
+        fused[at, 0, :, : case.head_size] = keys.to(case.cache_dtype)
+        fused[at, 1, :, : case.value_size] = values.to(case.cache_dtype)
+    return fused[:, 0], fused[:, 1]
+
+
 def run(batch: Batch, with_lse: bool = True) -> tuple[Tensor, Tensor]:
     case = batch.case
     tokens = batch.query_THD.shape[0]
     output = torch.full((tokens, case.heads, case.value_size), NAN, dtype=case.dtype)
     lse = torch.full((tokens, case.heads), NAN)
+    keys, values = own_keys(batch) if case.own_keys else (batch.kv_cache[:, 0], batch.kv_cache[:, 1])
+    starts, seq_lens, table = batch.tables
     paged_attention(
         batch.query_THD,
-        batch.kv_cache[:, 0, ..., : case.head_size],
-        batch.kv_cache[:, 1, ..., : case.value_size],
+        keys[..., : case.head_size],
+        values[..., : case.value_size],
         output,
-        *batch.tables,
+        starts,
+        seq_lens,
+        None if case.own_keys else table,
         scale=case.head_size**-0.5,
         causal=case.causal,
         sliding_window=case.window,
+        attention_chunk_size=case.chunk,
         logits_soft_cap=case.soft_cap,
         lse=lse if with_lse else None,
         **batch.options,
@@ -279,6 +321,20 @@ FEATURES = {
     "one slot a block": Case(block_size=1),
     "blocks of 48": Case(block_size=48),
     "blocks larger than a tile": Case(block_size=128),
+    "alibi without causality": Case(alibi=True, causal=False),
+    "chunks": Case(chunk=7),
+    "chunks of one": Case(chunk=1),
+    "chunks larger than a tile": Case((1, 90, 70), (150, 60, 0), chunk=100, soft_cap=1.5, alibi=True),
+    "chunks without causality": Case((1, 40, 6), (70, 90, -4), chunk=32, causal=False, sinks=True),
+    "ranges": Case(ranges=((), ((0, 4), (6, 8)), (), ((85, 97), (100, 999)))),
+    "overlapping ranges over a window": Case(
+        window=3, ranges=(((2, 71), (60, 90)), ((3, 5), (4, 7)), (), ((91, 95), (20, 130))), alibi=True
+    ),
+    "ranges over chunks": Case(chunk=5, ranges=(((0, 71),), (), (), ((93, 129),)), padded_rows=2),
+    "own keys": Case((1, 5, 0, 130, 3), (0, 0, 0, 0, -3), own_keys=True, causal=False, tail_tokens=2),
+    "own keys and causality": Case((5, 130), (0, 0), own_keys=True, **ALL),
+    "own keys in a window on both sides": Case((5, 130), (0, 0), own_keys=True, causal=False, **ALL),
+    "own keys in chunks": Case((5, 130), (0, 0), own_keys=True, causal=False, chunk=48, value_size=40),
     "nothing but padding": Case((0, 0), (0, 0), padded_rows=1, tail_tokens=3),
 }
 
@@ -705,6 +761,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "block_table of int64": ({"block_table": torch.zeros(5, 9).long()}, "block_table.dtype"),
     "window of zero": ({"sliding_window": 0}, "sliding_window is 0"),
+    "chunk of zero": ({"attention_chunk_size": 0}, "attention_chunk_size is 0"),
+    "chunk beside a window": (
+        {"attention_chunk_size": 4, "sliding_window": 4},
+        "attention_chunk_size is 4 and sliding_window 4",
+    ),
+    "ranges of int64": (
+        {"bidirectional_ranges": torch.zeros(5, 1, 2).long()},
+        r"bidirectional_ranges is torch.int64 \[5, 1, 2\]",
+    ),
+    "ranges of too few rows": ({"bidirectional_ranges": int32(0, 1).view(1, 1, 2)}, r"int32 \[5, G, 2\]"),
+    "ranges without causality": (
+        {"bidirectional_ranges": torch.zeros(5, 1, 2).int(), "causal": False},
+        "allowed: None unless causal",
+    ),
+    "own keys of a paged shape": ({"block_table": None}, r"since block_table is None"),
+    "own keys of other tokens": (
+        {"block_table": None, "key_cache": QUERY[1:, :2], "value_cache": QUERY[:, :2]},
+        r"key_cache has shape \[46, 2, 64\]",
+    ),
+    "own keys of more than the tokens": (
+        {"block_table": None, "key_cache": QUERY[:, :2], "value_cache": QUERY[:, :2]},
+        r"seq_lens\[0\] is 71, more than its 1 tokens",
+    ),
     "negative soft-cap": ({"logits_soft_cap": -1.0}, "logits_soft_cap is -1.0"),
     "scale of nan": ({"scale": NAN}, "scale is NaN"),
     "alibi_slopes too few": ({"alibi_slopes": torch.zeros(2)}, "alibi_slopes"),

@@ -47,7 +47,14 @@ def test_forward_equals_float64_for_each_batch(backend: str, batch: str) -> None
     _check(backend, case("window_cap_and_sinks", batch))
 
 
-@pytest.mark.parametrize("feature", ["plain", "fp8_e4m3", "soft_cap", "no_lse"])
+@pytest.mark.parametrize("feature", ["chunks_cap_and_sinks", "ranges_over_window", "encoder_window", "cross"])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("backend", DENSE_BACKENDS)
+def test_forward_equals_float64_for_each_kind_and_batch(backend: str, batch: str, feature: str) -> None:
+    _check(backend, case(feature, batch))
+
+
+@pytest.mark.parametrize("feature", ["plain", "fp8_e4m3", "soft_cap", "no_lse", "encoder"])
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("backend", DENSE_BACKENDS)
 def test_forward_equals_float64_for_each_dtype(backend: str, dtype: torch.dtype, feature: str) -> None:

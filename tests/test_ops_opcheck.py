@@ -31,6 +31,10 @@ OPCHECK_CASES = {
     "strided_tensors": case("strided_tensors", "decode"),
     "fp8_scales": case("fp8_per_head_scales", "decode"),
     "float16": case("plain", "decode", dtype=torch.float16),
+    "chunks": case("chunks"),
+    "ranges": case("ranges_over_window"),
+    "encoder": case("encoder_window"),
+    "cross": case("cross"),
 }
 EXCUSED = [
     AllowedArgument(name, "test_ops_quantization.py audits calls with it")

@@ -65,6 +65,9 @@ class Features:
     logits_soft_cap: float = 0.0
     extras: bool = False
     """Sinks, alibi slopes and scales of the cache for each head."""
+    attention_chunk_size: int | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+    """Bidirectional ranges of every row."""
 
 
 @dataclass
@@ -106,6 +109,10 @@ class Buffers:
                 "k_scale": (0.25 + 0.25 * kv_heads).to(self.device),
                 "v_scale": (0.5 - 0.25 * kv_heads).to(self.device),
             }
+
+        if self.features.ranges:
+            ranges = torch.tensor(self.features.ranges, dtype=torch.int32, device=self.device)
+            self.options["bidirectional_ranges"] = ranges.repeat(g.rows, 1, 1)
 
     def __getattr__(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -162,6 +169,7 @@ class Buffers:
             num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=f.dtype,
             kv_cache_dtype=f.kv_cache_dtype, block_size=PAGE, device_type=self.device,
             scale=SIZE**-0.5, sliding_window=f.sliding_window, logits_soft_cap=f.logits_soft_cap,
+            attention_chunk_size=f.attention_chunk_size,
         )  # fmt: skip
 
     def common(self) -> CommonAttentionMetadata:
@@ -185,7 +193,8 @@ class Buffers:
             self.query, self.key, self.value, self.kv_cache, self.output, self.query_start_loc,
             self.seq_lens, self.block_table, scale=SIZE**-0.5, lse=self.lse,
             sliding_window=f.sliding_window, logits_soft_cap=f.logits_soft_cap,
-            kv_cache_dtype=f.kv_cache_dtype, group=group, **options,
+            kv_cache_dtype=f.kv_cache_dtype, attention_chunk_size=f.attention_chunk_size, group=group,
+            **options,
         )  # fmt: skip
 
     def results(self) -> tuple[torch.Tensor, ...]:
@@ -205,6 +214,14 @@ def planned(plan: Any) -> Iterator[None]:
         yield
 
 
+FEATURES = {
+    "bfloat16": Features(torch.bfloat16),
+    "float16, float8 cache and all else": Features(torch.float16, "fp8_e4m3", 300, 20.0, True),
+    "chunks": Features(torch.bfloat16, attention_chunk_size=300),
+    "ranges over a window": Features(torch.float16, sliding_window=9, ranges=((0, 34), (500, 1001))),
+}
+
+
 # --- which kernel a plan chooses ---------------------------------------------------------
 
 
@@ -221,6 +238,18 @@ def kernels_called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(triton, name, spy)
     return called
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES.keys())
+def test_eager_steps_are_right(features: Features) -> None:
+    require(BACKEND)
+    for graph, step in ((Graph(3, 3, 1), Step((1, 1), (20, 900))), (Graph(2, 9, 8), Step((8, 1), (497, 33)))):
+        buffers = Buffers(graph, features, DEVICE)
+        buffers.fill(step)
+        buffers.poison()
+        with planned(builder_of(buffers).build(0, buffers.common())):
+            buffers.call(0)
+        judge(buffers, step)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +293,7 @@ def judge(buffers: Buffers, step: Step) -> None:
         "scale": SIZE**-0.5,
         "sliding_window": buffers.features.sliding_window,
         "logits_soft_cap": buffers.features.logits_soft_cap,
+        "attention_chunk_size": buffers.features.attention_chunk_size,
     }
     both = [
         attend(*(x.cpu() for x in tensors), **options)
@@ -308,10 +338,6 @@ REPLAYED = {
         "short rows": Step((5, 0, 1, 17, 1), (40, 0, 9, 20, 0), 3),
         **{f"decode: {name}": step for name, step in ONE_TOKEN_ROWS.items()},
     },
-}
-FEATURES = {
-    "bfloat16": Features(torch.bfloat16),
-    "float16, float8 cache and all else": Features(torch.float16, "fp8_e4m3", 300, 20.0, True),
 }
 
 

@@ -61,10 +61,18 @@ class Options:
     logits_soft_cap: float = 0.0
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    attention_chunk_size: int | None = None
+    ranges: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Bidirectional ranges of the first rows; the others have none."""
 
 
 def dense_attention(
-    q_THD: torch.Tensor, k_LHD: torch.Tensor, v_LHD: torch.Tensor, options: Options
+    q_THD: torch.Tensor,
+    k_LHD: torch.Tensor,
+    v_LHD: torch.Tensor,
+    options: Options,
+    ranges: tuple[tuple[int, int], ...] = (),
+    two_sided: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE of one row in the dtype of q: heads repeated, all scores at once."""
     n, heads, _ = q_THD.shape
@@ -76,12 +84,18 @@ def dense_attention(
     at = torch.arange(n, device=q_THD.device)[:, None] + length - n
     key = torch.arange(length, device=q_THD.device)[None, :]
     if options.alibi_slopes is not None:
-        s_HTL = s_HTL + (options.alibi_slopes[:, None, None] * (key - at)).to(s_HTL.dtype)
+        s_HTL = s_HTL - (options.alibi_slopes[:, None, None] * (key - at).abs()).to(s_HTL.dtype)
     mask = torch.ones(n, length, dtype=torch.bool, device=q_THD.device)
     if options.causal:
         mask &= key <= at
     if options.sliding_window is not None:
         mask &= key > at - options.sliding_window
+        if two_sided:
+            mask &= key < at + options.sliding_window
+    if options.attention_chunk_size is not None:
+        mask &= key // options.attention_chunk_size == at // options.attention_chunk_size
+    for start, end in ranges:
+        mask |= (at >= start) & (at < end) & (key >= start) & (key < end)
     s_HTL = s_HTL.masked_fill(~mask, -INF)
     if options.sinks is not None and length > 0:
         sink = options.sinks.to(s_HTL.dtype)[:, None, None].expand(heads, n, 1)
@@ -104,13 +118,13 @@ class Batch:
     value_cache: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
-    block_table: torch.Tensor
+    block_table: torch.Tensor | None
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
 
-    def tensors(self, output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def tensors(self, output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         caches = self.query, self.key_cache, self.value_cache, output
         return *caches, self.query_start_loc, self.seq_lens, self.block_table
 
@@ -182,7 +196,7 @@ def make_batch(
 
 def expected(batch: Batch, options: Options, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Output and LSE of the whole batch, computed densely in `dtype`, returned in float64."""
-    shape = *batch.query.shape[:2], batch.value_cache.shape[3]
+    shape = *batch.query.shape[:2], batch.value_cache.shape[-1]
     out = torch.zeros(shape, dtype=torch.float64, device=DEVICE)
     lse = torch.full(shape[:2], -INF, dtype=torch.float64, device=DEVICE)
     starts = batch.query_start_loc.tolist()
@@ -191,19 +205,34 @@ def expected(batch: Batch, options: Options, dtype: torch.dtype) -> tuple[torch.
         if span.start == span.stop or len(keys) == 0:
             continue
         q, k, v = (x.to(dtype) for x in (batch.query[span], keys, values))
-        row_out, row_lse = dense_attention(q, k, v, options)
+        ranges = options.ranges[row] if row < len(options.ranges) else ()
+        two_sided = batch.block_table is None and not options.causal
+        row_out, row_lse = dense_attention(q, k, v, options, ranges, two_sided)
         out[span], lse[span] = row_out.double(), row_lse.double()
     return out, lse
 
 
+def range_tensor(ranges: Any, rows: int) -> torch.Tensor:
+    """int32 [rows, G, 2], empty ranges after those given."""
+    most = max(len(row) for row in ranges)
+    filled = torch.tensor([7, 7], dtype=torch.int32).repeat(rows, most, 1)
+    for row, given in enumerate(ranges[:rows]):
+        for place, pair in enumerate(given):
+            filled[row, place] = torch.tensor(pair)
+    return filled.to(DEVICE)
+
+
 def run(kernel: Any, batch: Batch, options: Options, **extra: Any) -> tuple[torch.Tensor, ...]:
     """A kernel's output and LSE, written over NaN."""
-    shape = *batch.query.shape[:2], batch.value_cache.shape[3]
+    shape = *batch.query.shape[:2], batch.value_cache.shape[-1]
     out = poison(shape, batch.query.dtype)
     lse = poison(shape[:2], F32)
+    named = dict(vars(options))
+    ranges = named.pop("ranges")
     kernel(
         *batch.tensors(out),
-        **vars(options),
+        **named,
+        bidirectional_ranges=range_tensor(ranges, len(batch.seq_lens)) if ranges else None,
         k_scale=batch.k_scale,
         v_scale=batch.v_scale,
         lse=lse,
@@ -237,6 +266,7 @@ MIXED = [(5, 21), (0, 0), (1, 40), (0, 7), (3, 3), (2, 0)]
 DECODE = [(1, 21), (0, 0), (1, 40), (1, 0)]
 BATCHES = [
     pytest.param(paged_attention, MIXED, {}, id="mixed batch"),
+    pytest.param(paged_attention, MIXED, {"num_splits": 2}, id="mixed batch in splits"),
     pytest.param(paged_decode_attention, DECODE, {}, id="decode"),
     pytest.param(paged_decode_attention, DECODE, {"num_splits": 3}, id="decode in splits"),
 ]
@@ -255,6 +285,17 @@ FEATURES = {
     "sinks": Options(sinks=SINKS),
     "sinks in float16": Options(sinks=SINKS.to(F16)),
     "all at once": Options(0.4, True, 18, 2.0, SLOPES, SINKS),
+    "chunks of 1": Options(attention_chunk_size=1),
+    "chunks of 7": Options(attention_chunk_size=7),
+    "chunks of 32, not causal": Options(causal=False, attention_chunk_size=32, alibi_slopes=SLOPES),
+    "chunks wider than all": Options(attention_chunk_size=2**31 - 1, sinks=SINKS),
+    "ranges": Options(ranges=(((17, 20), (3, 9)), (), ((0, 99), (39, 40)))),
+    "overlapping ranges and a window": Options(
+        sliding_window=3, ranges=(((15, 19), (17, 99)), (), ((36, 40), (2, 40)), (), ((0, 2), (2, 3)))
+    ),
+    "ranges and chunks": Options(
+        attention_chunk_size=4, alibi_slopes=SLOPES, ranges=(((17, 21),), (), ((20, 40),))
+    ),
 }
 SMALL_STEPS = TileConfig(16, 16, 4, 2)
 
@@ -348,6 +389,117 @@ def test_strided_query_output_and_lse() -> None:
     assert_close(out, exact_out, plain_out, F16)
     assert_close(lse, exact_lse, plain_lse, F32)
     assert wide[..., dim:].isnan().all()
+
+
+# --- keys that are the tokens' own ---------------------------------------------------------
+
+
+OWN = [(5, 5), (0, 0), (40, 40), (3, 0), (1, 1)]
+
+
+def make_own_batch(rows: list[tuple[int, int]], *, tail: int = 0, **shape: Any) -> Batch:
+    """An encoder's batch: key and value lie in rows of one buffer, NaN where no row may read."""
+    batch = make_batch([(n, max(length, 0)) for n, length in rows], tail=tail, **shape)
+    tokens, heads = batch.query.shape[0], batch.key_cache.shape[2]
+    fused = poison((tokens, heads, 3 * 64), batch.query.dtype)
+    key, value = fused[..., : batch.key_cache.shape[3]], fused[..., 64 : 64 + batch.value_cache.shape[3]]
+    starts = batch.query_start_loc.tolist()
+    for start, keys, values in zip(starts[:-1], batch.keys, batch.values, strict=True):
+        key[start : start + len(keys)] = keys
+        value[start : start + len(values)] = values
+    batch.key_cache, batch.value_cache, batch.block_table = key, value, None
+    return batch
+
+
+OWN_FEATURES = {
+    **{name: options for name, options in FEATURES.items() if not options.ranges},
+    "window of 18, not causal, and all else": Options(0.4, False, 18, 2.0, SLOPES, SINKS),
+    "window wider than all, not causal": Options(causal=False, sliding_window=2**31 - 1),
+}
+
+
+@pytest.mark.parametrize("tile", [None, SMALL_STEPS], ids=["chosen tile", "tile of 16 rows"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OWN_FEATURES.values(), ids=OWN_FEATURES.keys())
+def test_own_keys_equal_dense_attention(options: Options, dtype: torch.dtype, tile: Any) -> None:
+    check(paged_attention, make_own_batch(OWN, dtype=dtype, tail=2), options, tile=tile)
+
+
+def test_own_keys_in_splits_of_unequal_head_sizes() -> None:
+    batch = make_own_batch([(1, 1), (300, 300)], dim=40, value_dim=64, heads=2, kv_heads=1)
+    check(paged_attention, batch, Options(causal=False, sliding_window=270), num_splits=2)
+
+
+def test_own_keys_are_those_of_the_tokens() -> None:
+    batch = make_own_batch(OWN)
+    batch.key_cache = batch.key_cache[:-1]
+    with pytest.raises(ValueError, match=r"key_cache.shape is \(48, 2, 32\); allowed: \[49, Hk, D\]"):
+        run(paged_attention, batch, Options())
+
+
+# --- chunks and ranges ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(attention_chunk_size=512),
+        Options(attention_chunk_size=300, sinks=SINKS, alibi_slopes=SLOPES),
+        Options(sliding_window=5, ranges=(((80, 700),), ((0, 99),), (), ((299, 300),))),
+    ],
+    ids=["chunks of 512", "chunks of 300", "ranges before a window"],
+)
+def test_decode_of_long_rows_begins_at_its_first_key(options: Options, num_splits: int) -> None:
+    """What a row does not see is NaN, and splits lie where the keys begin."""
+    batch = make_batch([(1, 700), (1, 3), (0, 0), (1, 300)], heads=4, kv_heads=1)
+    check(paged_decode_attention, batch, options, num_splits=num_splits)
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [(Options(attention_chunk_size=64), 128), (Options(sliding_window=64), 86)],
+    ids=["chunk", "window"],
+)
+@pytest.mark.parametrize("kernel", [paged_attention, paged_decode_attention])
+def test_pages_before_the_first_key_are_not_read(kernel: Any, options: Options, first: int) -> None:
+    batch = make_batch([(1, 150)])
+    pages = batch.block_table[0, : first // 16].clone()
+    exact = run(kernel, batch, options)
+    batch.key_cache[pages.long()] = NAN
+    batch.block_table[0, : first // 16] = 2**30
+    for found, right in zip(run(kernel, batch, options), exact, strict=True):
+        assert torch.equal(found, right)
+
+
+def test_known_masks() -> None:
+    batch = tiny([0] * 6, [0] * 6, [0, 1, 2, 3, 4, 5])
+    assert first_lane(paged_attention, batch, attention_chunk_size=4) == [0, 0.5, 1, 1.5, 4, 4.5]
+    ranged = first_lane(paged_attention, batch, sliding_window=1, ranges=(((1, 3), (4, 9)),))
+    assert ranged == [0, 1.5, 1.5, 3, 4.5, 4.5]
+
+
+def test_bidirectional_alibi_falls_off_on_both_sides() -> None:
+    batch = tiny([0] * 3, [0] * 3, [1, 0, 0])
+    found = first_lane(paged_attention, batch, causal=False, alibi_slopes=torch.ones(1, device=DEVICE))
+    e = math.exp(-1)
+    assert found == pytest.approx([1 / (1 + e + e * e), e / (1 + 2 * e), e * e / (1 + e + e * e)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_chunk_size": 0}, "attention_chunk_size is 0; allowed: None, or at least 1"),
+        ({"attention_chunk_size": 4, "sliding_window": 4}, "allowed: None beside a sliding_window"),
+        (
+            {"causal": False, "ranges": (((0, 2),),)},
+            "bidirectional_ranges is given; allowed: None unless causal",
+        ),
+    ],
+)
+def test_masks_that_contradict_each_other_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(paged_attention, make_batch([(3, 3)]), Options(**options))
 
 
 # --- accuracy of float32 -----------------------------------------------------------------

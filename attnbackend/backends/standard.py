@@ -25,6 +25,7 @@ __all__ = [
     "PagedKernelImpl",
     "StandardCacheBackend",
     "StandardImpl",
+    "kernel_features",
 ]
 
 
@@ -107,7 +108,10 @@ class FullFeaturedBackend(StandardCacheBackend, abstract=True):
 
 
 class PagedKernelImpl(StandardImpl):
-    """For the project's own kernels, which all take the same arguments."""
+    """For the project's own kernels, which all take the same arguments.
+
+    With no cache they are given key and value in the caches' place, and None for the block table.
+    """
 
     @abstractmethod
     def attention_kernel(self, attn_metadata: Any, num_tokens: int) -> Callable[..., None]:
@@ -121,11 +125,14 @@ class PagedKernelImpl(StandardImpl):
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: Any, output: Tensor, tensors: OptionalTensors,
     ) -> None:  # fmt: skip
-        batch = attn_metadata.common
-        key_cache, value_cache = kv_cache.unbind(1)
+        batch, table = attn_metadata.common, attn_metadata.common.block_table
+        if self.params.attn_type.keeps_no_cache:
+            keys, values, table = key, value, None
+        else:
+            keys, values = kv_cache.unbind(1)
         self.attention_kernel(attn_metadata, query.shape[0])(
-            query, key_cache, value_cache, output, batch.query_start_loc, batch.seq_lens,
-            batch.block_table, **_kernel_features(self.params, tensors),
+            query, keys, values, output, batch.query_start_loc, batch.seq_lens, table,
+            **kernel_features(self.params, tensors),
         )  # fmt: skip
 
     def kv_cache_update(
@@ -136,15 +143,17 @@ class PagedKernelImpl(StandardImpl):
         self.write_kernel()(key, value, key_cache, value_cache, slot_mapping, **scales)
 
 
-def _kernel_features(params: AttentionParams, tensors: OptionalTensors) -> dict[str, Any]:
+def kernel_features(params: AttentionParams, tensors: OptionalTensors) -> dict[str, Any]:
     """The keyword arguments that the project's own kernels share."""
     return {
         "scale": params.scale,
         "causal": params.causal,
         "sliding_window": params.sliding_window,
+        "attention_chunk_size": params.attention_chunk_size,
         "logits_soft_cap": params.logits_soft_cap,
         "alibi_slopes": tensors.alibi_slopes,
         "sinks": tensors.sinks,
+        "bidirectional_ranges": tensors.bidirectional_ranges,
         "k_scale": tensors.k_scale,
         "v_scale": tensors.v_scale,
         "lse": tensors.lse,

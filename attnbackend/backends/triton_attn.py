@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from attnbackend.backends.standard import FullFeaturedBackend, PagedKernelImpl
+import torch
+from torch import Tensor
+
+from attnbackend.backends.cascade import (
+    DEFAULT_THRESHOLDS,
+    CascadeParts,
+    CascadePlanner,
+    attend_in_parts,
+    takes_cascade,
+    use_cascade,
+)
+from attnbackend.backends.standard import FullFeaturedBackend, PagedKernelImpl, kernel_features
+from attnbackend.impl import AttentionParams, OptionalTensors
+from attnbackend.kv_cache import KVCacheSpec
 from attnbackend.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
+    BatchLimits,
     CommonAttentionMetadata,
 )
 from attnbackend.types import AttentionCGSupport, MultipleOf
@@ -25,10 +40,12 @@ __all__ = [
 class TritonMetadata(AttentionMetadata):
     is_decode: bool
     """No request brings more than one token, in a graph at no replay: the split-KV kernel serves."""
+    cascade: CascadeParts | None = None
+    """The batch in parts, where its requests share a prefix long enough."""
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
-    """A plan that only chooses the kernel, from the bound of the query lengths.
+    """A plan that chooses the kernel, from the bound of the query lengths, and whether to cut in parts.
 
     Both kernels read lengths on the device and launch grids that depend on shapes alone, so a graph
     of either replays any batch that its bound allows. For a capture, `max_query_len` must therefore
@@ -36,12 +53,30 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     """
 
     cudagraph_support = AttentionCGSupport.ALWAYS
+    cascade_thresholds = DEFAULT_THRESHOLDS
+
+    def __init__(
+        self, params: AttentionParams, kv_cache_spec: KVCacheSpec, limits: BatchLimits | None,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__(params, kv_cache_spec, limits, device)
+        self._planner = CascadePlanner(params.block_size, limits, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TritonMetadata:  # fmt: skip
-        is_decode = common_attn_metadata.max_query_len <= 1
-        return TritonMetadata(common=common_attn_metadata, is_decode=is_decode)
+        has_cache = not self.params.attn_type.keeps_no_cache
+        is_decode = has_cache and common_attn_metadata.max_query_len <= 1
+        cascade = None
+        if common_prefix_len and not fast_build and self._cuts(common_prefix_len, common_attn_metadata):
+            cascade = self._planner.split(common_prefix_len, common_attn_metadata)
+        return TritonMetadata(common=common_attn_metadata, is_decode=is_decode, cascade=cascade)
+
+    def _cuts(self, common_prefix_len: int, common: CommonAttentionMetadata) -> bool:
+        return use_cascade(
+            self.params, common_prefix_len, num_reqs=common.num_reqs,
+            max_query_len=common.max_query_len, thresholds=self.cascade_thresholds,
+        )  # fmt: skip
 
 
 class TritonAttentionImpl(PagedKernelImpl):
@@ -51,6 +86,32 @@ class TritonAttentionImpl(PagedKernelImpl):
         # Padding tokens beyond one a row are the unified kernel's to write.
         is_decode = attn_metadata.is_decode and num_tokens <= attn_metadata.common.seq_lens.shape[0]
         return triton.paged_decode_attention if is_decode else triton.paged_attention
+
+    def attend(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
+        attn_metadata: TritonMetadata, output: Tensor, tensors: OptionalTensors,
+    ) -> None:  # fmt: skip
+        parts = attn_metadata.cascade
+        if parts is None or not takes_cascade(tensors):
+            super().attend(query, key, value, kv_cache, attn_metadata, output, tensors)
+            return
+        from attnbackend.kernels import triton
+
+        keys, values = kv_cache.unbind(1)
+        suffix_kernel = self.attention_kernel(attn_metadata, query.shape[0])
+        # Few tokens over many keys: the keys are split too.
+        prefix_kernel = partial(triton.paged_attention, num_splits=None)
+
+        def attend_part(
+            batch: CommonAttentionMetadata, out: Tensor, own: OptionalTensors, causal: bool
+        ) -> None:
+            features = kernel_features(self.params, own) | {"causal": causal}
+            (suffix_kernel if causal else prefix_kernel)(
+                query, keys, values, out, batch.query_start_loc, batch.seq_lens, batch.block_table,
+                **features,
+            )  # fmt: skip
+
+        attend_in_parts(attend_part, parts, output, tensors, triton.merge_over)
 
     def write_kernel(self) -> Callable[..., None]:
         from attnbackend.kernels import triton

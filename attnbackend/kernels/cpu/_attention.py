@@ -14,15 +14,17 @@ from attnbackend.kernels.cpu._cache_views import CacheViews, cache_views
 from attnbackend.kernels.cpu._library import library, raise_refusal
 from attnbackend.kernels.cpu._structs import ATTENTION_STRUCT
 
-_NAMES = "query key_cache value_cache output block_table"
+_NAMES = "query key_cache value_cache output"
 
 
-def _sizes(query: Tensor, block_table: Tensor, cache: CacheViews) -> tuple[int, ...]:
+def _sizes(query: Tensor, seq_lens: Tensor, block_table: Tensor | None, cache: CacheViews) -> tuple[int, ...]:
     """tokens .. table_width, as in args.h."""
     _checks.require_rank("query", query, 3, "[T, H, D]")
-    _checks.require_rank("block_table", block_table, 2, "[R, W]")
     tokens, heads, head_size = query.shape
-    requests, width = block_table.shape
+    requests, width = seq_lens.shape[0], 0
+    if block_table is not None:
+        _checks.require_rank("block_table", block_table, 2, "[R, W]")
+        requests, width = block_table.shape
     if cache.head_size != head_size:
         raise ValueError(f"query has head size {head_size}, key_cache {cache.head_size}; they must agree")
     _checks.require_heads(heads, cache.kv_heads, head_size, cache.value_size)
@@ -39,18 +41,25 @@ def _sizes(query: Tensor, block_table: Tensor, cache: CacheViews) -> tuple[int, 
     )
 
 
-def _strides(query: Tensor, output: Tensor, block_table: Tensor, cache: CacheViews) -> tuple[int, ...]:
+def _strides(query: Tensor, output: Tensor, block_table: Tensor | None, cache: CacheViews) -> tuple[int, ...]:
     """query_token .. table_row, as in args.h."""
-    q_stride, o_stride, t_stride = query.stride(), output.stride(), block_table.stride()
+    q_stride, o_stride, table_row = query.stride(), output.stride(), 0
     _checks.require_last_stride("query", query, q_stride)
     _checks.require_last_stride("output", output, o_stride)
-    _checks.require_last_stride("block_table", block_table, t_stride)
-    return (*q_stride[:2], *cache.strides, *o_stride[:2], t_stride[0])
+    if block_table is not None:
+        _checks.require_last_stride("block_table", block_table, block_table.stride())
+        table_row = block_table.stride(0)
+    return (*q_stride[:2], *cache.strides, *o_stride[:2], table_row)
 
 
-def _require_tables(query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, requests: int) -> None:
+def _require_tables(
+    query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor | None, requests: int
+) -> None:
     _checks.require_vector("query_start_loc", query_start_loc, torch.int32, requests + 1)
     _checks.require_vector("seq_lens", seq_lens, torch.int32, requests)
+    if block_table is None:
+        return
+    _checks.require_cpu("block_table", block_table)
     if block_table.dtype != torch.int32:
         raise ValueError(f"block_table.dtype is {block_table.dtype}; allowed: int32")
 
@@ -73,6 +82,14 @@ def _alibi_address(slopes: Tensor | None, heads: int) -> int:
     return slopes.data_ptr()
 
 
+def _as_one_block(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens' own key and value [T, Hk, D] as caches of one block, whose slots are the tokens."""
+    for name, tensor in (("key_cache", key), ("value_cache", value)):
+        _checks.require_rank(name, tensor, 3, "[T, Hk, D], since block_table is None")
+        _checks.require_shape(name, tensor, (query.shape[0], *tensor.shape[1:]), "[T, Hk, D]")
+    return key.unsqueeze(0), value.unsqueeze(0)
+
+
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -80,14 +97,16 @@ def paged_attention(
     output: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
-    block_table: Tensor,
+    block_table: Tensor | None,
     *,
     scale: float,
     causal: bool = True,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     logits_soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bidirectional_ranges: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     lse: Tensor | None = None,
@@ -102,13 +121,19 @@ def paged_attention(
         query_start_loc: int32 [R + 1], starts at 0, non-decreasing. Tokens past its end get
             output 0 and lse -inf.
         seq_lens: int32 [R], context plus query tokens. 0: output 0, lse -inf.
-        block_table: int32 [R, W]. Only the blocks that hold visible keys are looked at.
+        block_table: int32 [R, W]. Only the blocks that hold visible keys are looked at. None: there
+            is no cache, key_cache is key [T, Hk, D] and value_cache value [T, Hk, Dv], and a
+            request's keys are the first seq_lens[i] of its own tokens.
         scale: factor of q.k, usually 1 / sqrt(D).
         causal: token i of n sees keys up to seq_len - n + i (bottom-right aligned).
-        sliding_window: how many of the latest keys a token sees, itself included.
+        sliding_window: how many of the latest keys a token sees, itself included; as many after
+            it too where there is no cache and attention is not causal.
+        attention_chunk_size: a token at position p sees keys j with the same j // size only.
         logits_soft_cap: c > 0 turns a scaled score s into c * tanh(s / c).
-        alibi_slopes: float32 [H]; adds slope * (key position - query position).
+        alibi_slopes: float32 [H]; adds -slope * |key position - query position|.
         sinks: [H], any float dtype; one more logit in the softmax's denominator.
+        bidirectional_ranges: int32 [R, G, 2], positions [start, end) that see all of each other,
+            whatever else they see; for causal attention over a cache.
         k_scale, v_scale: float32, 1 or Hk elements; real value = stored * scale.
         lse: float32 [T, H], receives the natural log of the denominator.
 
@@ -118,13 +143,17 @@ def paged_attention(
         RuntimeError: the kernels cannot be built here (see `unavailable_reason`).
     """
     loaded = library()
-    _checks.require_cpu(_NAMES, query, key_cache, value_cache, output, block_table)
+    _checks.require_cpu(_NAMES, query, key_cache, value_cache, output)
+    paged = block_table is not None
+    if not paged:
+        key_cache, value_cache = _as_one_block(query, key_cache, value_cache)
     cache = cache_views(key_cache, value_cache)
-    sizes = _sizes(query, block_table, cache)
+    sizes = _sizes(query, seq_lens, block_table, cache)
     tokens, requests, heads = sizes[:3]
     _checks.require_shape("output", output, (tokens, heads, cache.value_size), "[T, H, Dv]")
     _require_tables(query_start_loc, seq_lens, block_table, requests)
-    _checks.require_rules(scale, sliding_window, logits_soft_cap)
+    _checks.require_rules(scale, sliding_window, attention_chunk_size, logits_soft_cap)
+    two_sided = sliding_window is not None and not (paged or causal)
     # The converted sinks must live until the call is over.
     sinks_H = None if sinks is None else _checks.float_vector("sinks", sinks, heads)
     arguments = ATTENTION_STRUCT.pack(
@@ -134,7 +163,7 @@ def paged_attention(
         output.data_ptr(),
         query_start_loc.data_ptr(),
         seq_lens.data_ptr(),
-        block_table.data_ptr(),
+        0 if block_table is None else block_table.data_ptr(),
         *sizes,
         *_strides(query, output, block_table, cache),
         _checks.dtype_code("query", query, _checks.FLOAT_CODES),
@@ -145,8 +174,12 @@ def paged_attention(
         0 if sinks_H is None else sinks_H.data_ptr(),
         *_checks.scale_address("k_scale", k_scale, cache.kv_heads),
         *_checks.scale_address("v_scale", v_scale, cache.kv_heads),
+        *_checks.ranges_address(bidirectional_ranges, requests, causal and paged),
+        paged,
         bool(causal),
         sliding_window or 0,
+        two_sided,
+        attention_chunk_size or 0,
         torch.get_num_threads(),
         scale,
         logits_soft_cap,

@@ -90,6 +90,21 @@ def float_vector(name: str, tensor: Tensor, length: int) -> Tensor:
     return tensor.to(torch.float32).contiguous()
 
 
+def ranges_address(ranges: Tensor | None, requests: int, allowed: bool) -> tuple[int, int]:
+    """Address of bidirectional ranges and how many a request has; 0 for none."""
+    if ranges is None:
+        return 0, 0
+    if not allowed:
+        raise ValueError("bidirectional_ranges is given; allowed: None unless causal, over a paged cache")
+    fits = ranges.dim() == 3 and ranges.shape[0] == requests and ranges.shape[2] == 2
+    if ranges.dtype != torch.int32 or not (fits and ranges.is_contiguous() and ranges.is_cpu):
+        raise ValueError(
+            f"bidirectional_ranges is {ranges.dtype} {list(ranges.shape)} on {ranges.device} with strides "
+            f"{list(ranges.stride())}; expected a contiguous CPU int32 [{requests}, G, 2]"
+        )
+    return ranges.data_ptr(), ranges.shape[1]
+
+
 def require_heads(heads: int, kv_heads: int, head_size: int, value_size: int) -> None:
     """Query heads divide into kv heads, and head sizes are in range."""
     if kv_heads < 1 or heads % kv_heads:
@@ -102,7 +117,9 @@ def require_heads(heads: int, kv_heads: int, head_size: int, value_size: int) ->
         )
 
 
-def require_rules(scale: float, sliding_window: int | None, logits_soft_cap: float) -> None:
+def require_rules(
+    scale: float, sliding_window: int | None, attention_chunk_size: int | None, logits_soft_cap: float
+) -> None:
     """The numbers that shape the scores are in range."""
     if scale != scale:
         raise ValueError("scale is NaN; usually 1 / sqrt(head size)")
@@ -110,6 +127,11 @@ def require_rules(scale: float, sliding_window: int | None, logits_soft_cap: flo
         raise ValueError(
             f"sliding_window is {sliding_window}; it counts the token itself, so it is at least 1, "
             "or None for no window"
+        )
+    if attention_chunk_size is not None and (attention_chunk_size < 1 or sliding_window is not None):
+        raise ValueError(
+            f"attention_chunk_size is {attention_chunk_size} and sliding_window {sliding_window}; allowed: "
+            "a chunk of at least 1 with no window, or None"
         )
     if not 0 <= logits_soft_cap < float("inf"):
         raise ValueError(f"logits_soft_cap is {logits_soft_cap}; allowed: finite, 0 for none")
@@ -127,5 +149,6 @@ def refusal_message(code: int, numbers: Sequence[int], limits: dict[str, int]) -
         5: f"block_table[{a}, {b}] is {c}, not a block of the cache; allowed: 0 to "
         f"{limits.get('blocks', 0) - 1}",
         6: f"slot_mapping[{a}] is {b}; allowed: negative (not written) or 0 to {limits.get('slots', 0) - 1}",
+        7: f"seq_lens[{a}] is {b}, more than its {c} tokens, which are its keys where block_table is None",
     }
     return messages[code]

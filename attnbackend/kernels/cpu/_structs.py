@@ -13,7 +13,7 @@ ATTENTION_FIELDS = """
     output_token output_head table_row
     query_dtype output_dtype cache_dtype
     lse lse_token lse_head alibi_slopes sinks k_scale k_scale_step v_scale v_scale_step
-    causal window threads
+    ranges num_ranges paged causal window two_sided chunk threads
 """
 ATTENTION_DOUBLES = "scale soft_cap"
 WRITE_FIELDS = """

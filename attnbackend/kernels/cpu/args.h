@@ -20,7 +20,10 @@ struct AttentionArgs {
   int64_t k_scale_step;  // 0: one scale for all heads, 1: one each
   const float* v_scale;
   int64_t v_scale_step;
-  int64_t causal, window, threads;  // window 0: none
+  const int32_t* ranges;  // [requests][num_ranges][2] positions, null for none
+  int64_t num_ranges;
+  int64_t paged;  // 0: no cache; a request's keys are its own tokens, and the slots are tokens
+  int64_t causal, window, two_sided, chunk, threads;  // window, chunk 0: none
   double scale, soft_cap;           // soft_cap 0: none
 };
 
@@ -48,5 +51,6 @@ enum RefusalCode : int64_t {
   NEGATIVE_SEQ_LEN,    // a row, b value
   TABLE_TOO_NARROW,    // a row, b seq_len
   BAD_BLOCK,           // a row, b column, c value
-  BAD_SLOT             // a token, b value
+  BAD_SLOT,            // a token, b value
+  MORE_KEYS_THAN_TOKENS  // a row, b seq_len, c its tokens
 };

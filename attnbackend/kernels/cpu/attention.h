@@ -35,20 +35,47 @@ struct Bounds {
   int32_t low, high, position;
 };
 
+static inline int64_t floor_div(int64_t n, int64_t m) { return (n >= 0 ? n : n - m + 1) / m; }
+
+// Ranges that hold the position join with the keys it sees anyway, which hold it too: one interval.
+static inline void widen(const AttentionArgs& a, int64_t request, int64_t position, int64_t length,
+                         int64_t* low, int64_t* high) {
+  const int32_t* range = a.ranges + request * a.num_ranges * 2;
+  for (int64_t i = 0; i < a.num_ranges; ++i, range += 2) {
+    if (position < range[0] || position >= range[1]) continue;
+    *low = std::min<int64_t>(*low, std::max(range[0], 0));
+    *high = std::max(*high, std::min<int64_t>(range[1], length));
+  }
+}
+
+// The keys [low, high) that a row sees.
 static inline Bounds row_bounds(const AttentionArgs& a, int64_t request, int64_t row) {
   const int64_t length = a.seq_lens[request];
   const int64_t position = length - query_length(a, request) + row / group_size(a);
-  const int64_t high = a.causal ? std::max<int64_t>(position + 1, 0) : length;
-  const int64_t low = a.window > 0 ? std::max<int64_t>(position - a.window + 1, 0) : 0;
-  return {static_cast<int32_t>(std::min(low, length)), static_cast<int32_t>(high),
-          static_cast<int32_t>(position)};
+  int64_t high = a.causal ? std::min(position + 1, length) : length;
+  int64_t low = a.window > 0 ? position - a.window + 1 : 0;
+  if (a.two_sided) high = std::min(high, position + a.window);
+  if (a.chunk > 0) {
+    low = floor_div(position, a.chunk) * a.chunk;
+    high = std::min(high, low + a.chunk);
+  }
+  low = std::min(std::max<int64_t>(low, 0), length);
+  high = std::max<int64_t>(high, 0);
+  if (a.ranges) widen(a, request, position, length, &low, &high);
+  return {static_cast<int32_t>(low), static_cast<int32_t>(high), static_cast<int32_t>(position)};
 }
 
-// The keys that some of rows [row0, row1) may see: bounds grow with the row.
+// The keys that some of rows [row0, row1) may see: bounds grow with the row, but for ranges.
 static inline void key_range(const AttentionArgs& a, int64_t request, int64_t row0, int64_t row1,
                              int32_t* key0, int32_t* key1) {
   *key0 = row_bounds(a, request, row0).low;
-  *key1 = std::max(*key0, row_bounds(a, request, row1 - 1).high);
+  *key1 = row_bounds(a, request, row1 - 1).high;
+  for (int64_t row = row0; a.ranges && row < row1; row += group_size(a)) {
+    const Bounds bounds = row_bounds(a, request, row);
+    *key0 = std::min(*key0, bounds.low);
+    *key1 = std::max(*key1, bounds.high);
+  }
+  *key1 = std::max(*key0, *key1);
 }
 
 // ---- refusals -----------------------------------------------------------------------------------
@@ -59,8 +86,10 @@ static Refusal check_request(const AttentionArgs& a, int64_t r) {
   if (end == start) return {};
   const int64_t length = a.seq_lens[r];
   if (length < 0) return {NEGATIVE_SEQ_LEN, r, length, 0};
-  if (length > a.table_width * a.block_size) return {TABLE_TOO_NARROW, r, length, 0};
+  if (a.paged && length > a.table_width * a.block_size) return {TABLE_TOO_NARROW, r, length, 0};
+  if (!a.paged && length > end - start) return {MORE_KEYS_THAN_TOKENS, r, length, end - start};
   if (end > a.tokens) return {TOO_MANY_TOKENS, end, 0, 0};
+  if (!a.paged) return {};
   int32_t key0, key1;
   key_range(a, r, 0, (end - start) * group_size(a), &key0, &key1);
   if (key0 == key1) return {};
@@ -166,11 +195,15 @@ static Scratch& scratch_for(const AttentionArgs& a) {
 
 static void set_rows(const AttentionArgs& a, const Item& item, int64_t padded, RowInfo& rows) {
   rows.count = item.row1 - item.row0;
+  rows.last_low = 0;
+  rows.first_high = INT32_MAX;
   for (int64_t r = 0; r < padded; ++r) {
     const int64_t row = item.row0 + std::min(r, rows.count - 1);
     const Bounds bounds = row_bounds(a, item.request, row);
     rows.low[r] = bounds.low;
     rows.high[r] = bounds.high;
+    rows.last_low = std::max(rows.last_low, bounds.low);
+    rows.first_high = std::min(rows.first_high, bounds.high);
     rows.position[r] = bounds.position;
     const int64_t head = item.kv_head * group_size(a) + row % group_size(a);
     rows.slope[r] = a.alibi_slopes ? a.alibi_slopes[head] : 0.0f;
@@ -197,17 +230,29 @@ struct Rows {
   typedef typename C::raw raw;
   const raw *keys[KT], *values[KT];
 
-  void find_tile(const AttentionArgs& a, const Item& item, int64_t first) {
-    const int count = static_cast<int>(std::min<int64_t>(KT, item.key1 - first));
-    const int32_t* table = a.block_table + item.request * a.table_row;
-    const raw* k = static_cast<const raw*>(a.key_cache) + item.kv_head * a.k_head;
-    const raw* v = static_cast<const raw*>(a.value_cache) + item.kv_head * a.v_head;
+  void find_in_blocks(const AttentionArgs& a, const int32_t* table, int64_t first, int count,
+                      const raw* k, const raw* v) {
     int64_t column = first / a.block_size, slot = first % a.block_size;
     for (int j = 0; j < count; ++column, slot = 0) {
       const int64_t block = table[column];
       for (; slot < a.block_size && j < count; ++slot, ++j) {
         keys[j] = k + block * a.k_block + slot * a.k_slot;
         values[j] = v + block * a.v_block + slot * a.v_slot;
+      }
+    }
+  }
+
+  void find_tile(const AttentionArgs& a, const Item& item, int64_t first) {
+    const int count = static_cast<int>(std::min<int64_t>(KT, item.key1 - first));
+    const raw* k = static_cast<const raw*>(a.key_cache) + item.kv_head * a.k_head;
+    const raw* v = static_cast<const raw*>(a.value_cache) + item.kv_head * a.v_head;
+    if (a.paged) {
+      find_in_blocks(a, a.block_table + item.request * a.table_row, first, count, k, v);
+    } else {
+      const int64_t token = a.query_start_loc[item.request] + first;
+      for (int j = 0; j < count; ++j) {
+        keys[j] = k + (token + j) * a.k_slot;
+        values[j] = v + (token + j) * a.v_slot;
       }
     }
     if (count <= 0) return;
@@ -218,7 +263,7 @@ struct Rows {
 static inline bool needs_rules(const RowInfo& rows, int64_t first, int64_t end,
                                const ScoreRules& rules) {
   if (rules.cap > 0 || rules.alibi) return true;
-  return rows.low[rows.count - 1] > first || rows.high[0] < end;
+  return rows.last_low > first || rows.first_high < end;
 }
 
 static void give_result(const AttentionArgs& a, const Item& item, const RowInfo& rows, float* acc,

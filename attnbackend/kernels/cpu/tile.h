@@ -18,6 +18,7 @@ constexpr int NARROW_KEYS = VW == 16 ? 4 : 2;
 struct RowInfo {  // per query row, padded to whole vectors
   int32_t low[WIDE_ROWS], high[WIDE_ROWS], position[WIDE_ROWS];  // visible keys: [low, high)
   float slope[WIDE_ROWS], maximum[WIDE_ROWS], sum[WIDE_ROWS], decay[WIDE_ROWS];
+  int32_t last_low, first_high;  // every row sees [last_low, first_high)
   int64_t count;
 };
 
@@ -27,6 +28,8 @@ struct ScoreRules {
 };
 
 static inline int64_t round_up(int64_t n, int64_t m) { return (n + m - 1) / m * m; }
+
+static inline vf absolute(vf x) { return x < vf{} ? -x : x; }
 
 static inline vf finite_or_zero(vf maximum) {
   return maximum == splat(-INFINITY) ? vf{} : maximum;
@@ -95,7 +98,8 @@ static inline void narrow_rules(float* scores, const RowInfo& rows, int r, int f
     vf s = load(scores + j);
     const vi key = lane_index() + (first + j);
     if (rules.cap > 0) s = tanh_vector(s / rules.cap) * rules.cap;
-    if (rules.alibi) s += rows.slope[r] * __builtin_convertvector(key - rows.position[r], vf);
+    if (rules.alibi)
+      s -= rows.slope[r] * absolute(__builtin_convertvector(key - rows.position[r], vf));
     s = (key >= low) & (key < high) ? s : splat(-INFINITY);
     store(scores + j, s);
   }
@@ -244,7 +248,7 @@ static inline void wide_rules(float* scores, int64_t rows, const RowInfo& info, 
     vf s = load(place);
     const vi key = splat_int(first + j);
     if (rules.cap > 0) s = tanh_vector(s / rules.cap) * rules.cap;
-    if (rules.alibi) s += slope * __builtin_convertvector(key - position, vf);
+    if (rules.alibi) s -= slope * absolute(__builtin_convertvector(key - position, vf));
     store(place, (key >= low) & (key < high) ? s : splat(-INFINITY));
   }
 }

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .cache_writer import cache_write
     from .decode import paged_decode_attention
     from .finish import finish_attention
-    from .merge import merge_attention_states
+    from .merge import merge_attention_states, merge_over
     from .page_indices import gather_page_indices
     from .paged import paged_attention
     from .splits import decode_num_splits, decode_workspace_size
@@ -28,6 +28,7 @@ __all__ = [
     "finish_attention",
     "gather_page_indices",
     "merge_attention_states",
+    "merge_over",
     "paged_attention",
     "paged_decode_attention",
     "unavailable_reason",
@@ -40,6 +41,7 @@ _HOME = {
     "finish_attention": "finish",
     "gather_page_indices": "page_indices",
     "merge_attention_states": "merge",
+    "merge_over": "merge",
     "paged_attention": "paged",
     "paged_decode_attention": "decode",
 }

@@ -40,7 +40,7 @@ def check_heads(
     where: str, heads: int, head_size: int, key_shape: torch.Size, value_shape: torch.Size
 ) -> None:
     """ValueError for head counts, head sizes or a block size that the kernels do not take."""
-    block_size, kv_heads, key_size, value_size = *key_shape[1:], value_shape[3]
+    kv_heads, key_size, value_size = *key_shape[-2:], value_shape[-1]
     if key_size != head_size:
         fail(where, "head size of key_cache", key_size, f"that of query, {head_size}")
     for name, size in (("query", head_size), ("value_cache", value_size)):
@@ -48,11 +48,11 @@ def check_heads(
             fail(where, f"head size of {name}", size, "multiples of 8 from 8 to 256")
     if kv_heads == 0 or heads % kv_heads:
         fail(where, "number of query heads", heads, f"multiples of the {kv_heads} kv heads")
-    if value_shape[:3] != key_shape[:3]:
-        allowed = f"the blocks, block size and kv heads of key_cache, {tuple(key_shape[:3])}"
+    if value_shape[:-1] != key_shape[:-1]:
+        allowed = f"all but the last of key_cache, {tuple(key_shape[:-1])}"
         fail(where, "value_cache.shape", tuple(value_shape), allowed)
-    if block_size % 16 or block_size == 0:
-        fail(where, "block size", block_size, "multiples of 16")
+    if len(key_shape) == 4 and (key_shape[1] % 16 or key_shape[1] == 0):
+        fail(where, "block size", key_shape[1], "multiples of 16")
 
 
 def check_dtypes(
@@ -67,9 +67,20 @@ def check_dtypes(
             fail(where, f"{name}.dtype", dtype, names(CACHE_DTYPES))
 
 
-def check_dimensions(where: str, tensors: dict[str, torch.Tensor]) -> None:
-    """ValueError unless the tensors have the dimensions and the last stride of their role."""
-    counts = {"query": 3, "output": 3, "key_cache": 4, "value_cache": 4, "block_table": 2}
+def check_own_keys(where: str, tokens: int, key_shape: torch.Size, value_shape: torch.Size) -> None:
+    """ValueError unless there is a key and a value for each token, as there must be with no cache."""
+    for name, shape in (("key_cache", key_shape), ("value_cache", value_shape)):
+        if shape[0] != tokens:
+            allowed = f"[{tokens}, Hk, D], those of the tokens, since block_table is None"
+            fail(where, f"{name}.shape", tuple(shape), allowed)
+
+
+def check_dimensions(where: str, tensors: dict[str, torch.Tensor], keys: int = 4) -> None:
+    """ValueError unless the tensors have the dimensions and the last stride of their role.
+
+    `keys` are the dimensions of key_cache and value_cache.
+    """
+    counts = {"query": 3, "output": 3, "key_cache": keys, "value_cache": keys, "block_table": 2}
     for name, tensor in tensors.items():
         count = counts.get(name, 1)
         if tensor.dim() != count:
@@ -82,7 +93,7 @@ def check_metadata(
     where: str,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
+    block_table: torch.Tensor | None,
 ) -> None:
     """ValueError unless these are int32 and agree on the number of rows."""
     for name, tensor in (
@@ -90,21 +101,40 @@ def check_metadata(
         ("seq_lens", seq_lens),
         ("block_table", block_table),
     ):
-        if tensor.dtype != torch.int32:
+        if tensor is not None and tensor.dtype != torch.int32:
             fail(where, f"{name}.dtype", tensor.dtype, "torch.int32")
     rows = seq_lens.shape[0]
     if query_start_loc.shape[0] != rows + 1:
         fail(where, "length of query_start_loc", query_start_loc.shape[0], f"{rows + 1}, rows + 1")
-    if block_table.shape[0] != rows:
+    if block_table is not None and block_table.shape[0] != rows:
         fail(where, "rows of block_table", block_table.shape[0], f"{rows}, those of seq_lens")
 
 
-def check_masks(where: str, sliding_window: int | None, logits_soft_cap: float) -> None:
-    """ValueError for a window or a soft-cap that has no meaning."""
+def check_masks(
+    where: str, sliding_window: int | None, attention_chunk_size: int | None, logits_soft_cap: float
+) -> None:
+    """ValueError for a window, a chunk or a soft-cap that has no meaning."""
     if sliding_window is not None and sliding_window < 1:
         fail(where, "sliding_window", sliding_window, "None, or at least 1 (it counts the token)")
+    if attention_chunk_size is not None:
+        if attention_chunk_size < 1:
+            fail(where, "attention_chunk_size", attention_chunk_size, "None, or at least 1")
+        if sliding_window is not None:
+            fail(where, "attention_chunk_size", attention_chunk_size, "None beside a sliding_window")
     if not 0 <= logits_soft_cap < float("inf"):
         fail(where, "logits_soft_cap", logits_soft_cap, "0 for none, or a positive number")
+
+
+def count_ranges(where: str, ranges: torch.Tensor, rows: int, allowed: bool) -> int:
+    """Bidirectional ranges of each row. ValueError for another layout, or where not `allowed`."""
+    if not allowed:
+        fail(where, "bidirectional_ranges", "given", "None unless causal, over a paged cache")
+    shape = ranges.shape
+    fits = ranges.dim() == 3 and shape[0] == rows and shape[2] == 2 and ranges.is_contiguous()
+    if ranges.dtype != torch.int32 or not fits:
+        found = f"{tuple(shape)} of {ranges.dtype}, strides {ranges.stride()}"
+        fail(where, "bidirectional_ranges", found, f"contiguous torch.int32 [{rows}, G, 2]")
+    return int(shape[1])
 
 
 def check_extras(

@@ -14,49 +14,29 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import check_same_device, fail
+from .bounds import decode_first_key
+from .checks import fail
 from .codec import encode
 from .config import TileConfig, heads_per_tile, pieces_per_kv_head, tile_config
 from .launch import Launch, on_device_of, prepare
-from .splits import MIN_SPLIT_KEYS, decode_num_splits, decode_workspace_size, processor_count
+from .partials import MERGE_STEP, merged, partial_buffer, split_size, store_partial
+from .splits import MIN_SPLIT_KEYS, decode_num_splits, processor_count
 from .tile import (
     attend,
-    divide,
     head_scale,
     load_query,
     natural_lse,
     no_values,
     normalise,
-    power,
     start_state,
     store_rows,
 )
 
 WHERE = "paged_decode_attention"
-MERGE_STEP = 16
-"""Partial results that the merge reads at once."""
-
-
-@triton.jit
-def split_size(
-    num_keys: tl.tensor, num_splits: tl.tensor, MIN_KEYS: tl.constexpr, N: tl.constexpr
-) -> tl.tensor:
-    """Keys of one split: whole steps, and not so few that merging costs more than it saves."""
-    size = tl.maximum((num_keys + num_splits - 1) // num_splits, MIN_KEYS)
-    return (size + N - 1) // N * N
-
-
-@triton.jit
-def first_step(seq_len: tl.tensor, window: tl.tensor, HAS_WINDOW: tl.constexpr, N: tl.constexpr) -> tl.tensor:
-    """Where the keys that the last token sees begin, in whole steps."""
-    begin = seq_len * 0
-    if HAS_WINDOW:
-        begin = tl.maximum(begin, seq_len - window) // N * N
-    return begin
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_rows", "num_splits", "window", "table_row"],
+    do_not_specialize=["num_tokens", "num_rows", "num_ranges", "num_splits", "reach", "table_row"],
     do_not_specialize_on_alignment=[
         "lse_ptr",
         "starts_ptr",
@@ -66,6 +46,7 @@ def first_step(seq_len: tl.tensor, window: tl.tensor, HAS_WINDOW: tl.constexpr, 
         "sink_ptr",
         "k_scale_ptr",
         "v_scale_ptr",
+        "ranges_ptr",
         "partial_ptr",
     ],
 )
@@ -82,9 +63,11 @@ def decode_kernel(
     sink_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
+    ranges_ptr: tl.tensor,
     scale: tl.tensor,
     soft_cap: tl.tensor,
-    window: tl.tensor,
+    reach: tl.tensor,
+    num_ranges: tl.tensor,
     q_token: tl.tensor,
     q_head: tl.tensor,
     k_block: tl.tensor,
@@ -105,7 +88,7 @@ def decode_kernel(
     num_splits: tl.tensor,
     partial_ptr: tl.tensor,
     CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    REACH: tl.constexpr,
     HAS_CAP: tl.constexpr,
     GROUP: tl.constexpr,
     S: tl.constexpr,
@@ -153,7 +136,8 @@ def decode_kernel(
                 tl.store(lse_ptr + token64 * lse_token + head64 * lse_head, empty, mask=keep)
     if q_len <= 0:
         return
-    begin = first_step(seq_len, window, HAS_WINDOW, N)
+    first_key = decode_first_key(seq_len, reach, ranges_ptr, row, num_ranges, REACH)
+    begin = first_key // N * N
     size = split_size(seq_len - begin, num_splits, MIN_KEYS, N)
     start = begin + split * size
     stop = tl.minimum(start + size, seq_len)
@@ -172,16 +156,12 @@ def decode_kernel(
     v_ptr += kv_head64 * v_head
     table_ptr += row.to(tl.int64) * table_row
     scale = scale * head_scale(k_scale_ptr, kv_head, k_scale_head)
-    first_key = seq_len * 0
-    if HAS_WINDOW:
-        first_key = tl.maximum(first_key, seq_len - window)
-
     # The token is the last of its sequence: [first_key, seq_len) is all that there is to mask.
     position = lane * 0 + seq_len - 1
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, position, slope, k_ptr, v_ptr, table_ptr,
+        acc, row_max, row_sum, q, position, position, position, slope, k_ptr, v_ptr, table_ptr,
         start, stop, first_key, seq_len,
-        scale, soft_cap, window, k_block, k_slot, v_block, v_slot,
+        scale, soft_cap, k_block, k_slot, v_block, v_slot,
         True, False, False, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
         K_FMT, V_FMT, DOT, PRECISE,
     )  # fmt: skip
@@ -198,15 +178,13 @@ def decode_kernel(
     else:
         num_heads = tl.num_programs(0) // PIECES * GROUP
         part = (row.to(tl.int64) * num_heads + head64) * num_splits + split
-        store_rows(partial_ptr, part * DV, (acc * value_scale).to(tl.float32), keep, DV, DV_PAD, "native")
         parts = num_rows.to(tl.int64) * num_heads * num_splits
-        tl.store(partial_ptr + parts * DV + part, row_max, mask=keep)
-        tl.store(partial_ptr + parts * (DV + 1) + part, row_sum.to(tl.float32), mask=keep)
+        store_partial(partial_ptr, part, parts, acc * value_scale, row_max, row_sum, keep, DV, DV_PAD)
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_rows", "num_splits", "window"],
-    do_not_specialize_on_alignment=["lse_ptr", "starts_ptr", "seq_lens_ptr", "partial_ptr"],
+    do_not_specialize=["num_tokens", "num_rows", "num_ranges", "num_splits", "reach"],
+    do_not_specialize_on_alignment=["lse_ptr", "starts_ptr", "seq_lens_ptr", "ranges_ptr", "partial_ptr"],
 )
 def merge_splits_kernel(
     partial_ptr: tl.tensor,
@@ -214,15 +192,17 @@ def merge_splits_kernel(
     lse_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
+    ranges_ptr: tl.tensor,
     out_token: tl.tensor,
     out_head: tl.tensor,
     lse_token: tl.tensor,
     lse_head: tl.tensor,
-    window: tl.tensor,
+    reach: tl.tensor,
+    num_ranges: tl.tensor,
     num_tokens: tl.tensor,
     num_rows: tl.tensor,
     num_splits: tl.tensor,
-    HAS_WINDOW: tl.constexpr,
+    REACH: tl.constexpr,
     OUT_FMT: tl.constexpr,
     DV: tl.constexpr,
     DV_PAD: tl.constexpr,
@@ -248,33 +228,16 @@ def merge_splits_kernel(
         return
 
     seq_len = tl.load(seq_lens_ptr + row)
-    num_keys = seq_len - first_step(seq_len, window, HAS_WINDOW, N)
+    first_key = decode_first_key(seq_len, reach, ranges_ptr, row, num_ranges, REACH)
+    num_keys = seq_len - first_key // N * N
     size = split_size(num_keys, num_splits, MIN_KEYS, N)
     used = tl.maximum((num_keys + size - 1) // size, 1)
     first_part = (row.to(tl.int64) * num_heads + head) * num_splits
     parts = num_rows.to(tl.int64) * num_heads * num_splits
-    max_parts = partial_ptr + parts * DV + first_part
-    top = float("-inf")
-    for first in range(0, used, STEP):
-        split = first + tl.arange(0, STEP)
-        part_max = tl.load(max_parts + split, mask=split < used, other=float("-inf"))
-        top = tl.maximum(top, tl.max(part_max, 0))
-    pivot = tl.where(top == float("-inf"), 0.0, top)
-    total = 0.0
-    acc = tl.zeros([DV_PAD], tl.float32)
-    for first in range(0, used, STEP):
-        split = first + tl.arange(0, STEP)
-        part_max = tl.load(max_parts + split, mask=split < used, other=float("-inf"))
-        part_sum = tl.load(max_parts + parts + split, mask=split < used, other=0.0)
-        shrink = power(part_max - pivot, PRECISE)
-        ptrs = partial_ptr + (first_part + split)[:, None] * DV + columns[None, :]
-        part = tl.load(ptrs, mask=(split < used)[:, None] & inside[None, :], other=0.0)
-        acc += tl.sum(part * shrink[:, None], 0)
-        total += tl.sum(part_sum * shrink, 0)
-    divisor = tl.broadcast_to(tl.where(total == 0.0, 1.0, total), acc.shape)
-    merged = encode(divide(acc, divisor, PRECISE), out_ptr.dtype.element_ty, OUT_FMT)
+    mean, top, total = merged(partial_ptr, first_part, parts, used, DV, DV_PAD, STEP, PRECISE)
     token64 = q_begin.to(tl.int64)
-    tl.store(out_ptr + token64 * out_token + columns, merged, mask=inside)
+    row_out = encode(mean, out_ptr.dtype.element_ty, OUT_FMT)
+    tl.store(out_ptr + token64 * out_token + columns, row_out, mask=inside)
     if lse_ptr is not None:
         lse = natural_lse(top, total, PRECISE)
         tl.store(lse_ptr + token64 * lse_token + head * lse_head, lse)
@@ -292,9 +255,11 @@ def paged_decode_attention(
     scale: float,
     causal: bool = True,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     logits_soft_cap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    bidirectional_ranges: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -317,8 +282,8 @@ def paged_decode_attention(
     """
     launch = prepare(
         WHERE, query, key_cache, value_cache, output, query_start_loc, seq_lens, block_table,
-        scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks, k_scale, v_scale,
-        lse,
+        scale, causal, sliding_window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks,
+        bidirectional_ranges, k_scale, v_scale, lse,
     )  # fmt: skip
     plan, rows = launch.plan, launch.rows
     if launch.tokens > rows:
@@ -330,29 +295,11 @@ def paged_decode_attention(
     if num_splits is None:
         programs = rows * launch.kv_heads * pieces_per_kv_head(plan.group, tile.block_m)
         num_splits = decode_num_splits(programs, launch.max_keys, processor_count(query.device))
-    partial = _partial_buffer(query, launch, num_splits, workspace)
+    partial = partial_buffer(WHERE, query, launch, rows, num_splits, workspace)
     with on_device_of(query):
         _launch_decode(launch, tile, num_splits, partial)
         if partial is not None:
             _launch_merge(launch, tile, num_splits, partial)
-
-
-def _partial_buffer(
-    query: torch.Tensor, launch: Launch, num_splits: int, workspace: torch.Tensor | None
-) -> torch.Tensor | None:
-    if num_splits < 1:
-        fail(WHERE, "num_splits", num_splits, "None, or at least 1")
-    if num_splits == 1:
-        return None
-    needed = decode_workspace_size(launch.rows, launch.heads, launch.value_size, num_splits)
-    if workspace is None:
-        return torch.empty(needed, dtype=torch.float32, device=query.device)
-    check_same_device(WHERE, query, ("workspace",), (workspace,))
-    fits = workspace.numel() >= needed and workspace.is_contiguous()
-    if workspace.dtype != torch.float32 or not fits:
-        value = f"{tuple(workspace.shape)} of {workspace.dtype}, strides {workspace.stride()}"
-        fail(WHERE, "workspace", value, f"contiguous torch.float32, {needed} elements or more")
-    return workspace
 
 
 def _launch_decode(launch: Launch, tile: TileConfig, num_splits: int, partial: torch.Tensor | None) -> None:
@@ -369,10 +316,9 @@ def _launch_decode(launch: Launch, tile: TileConfig, num_splits: int, partial: t
 def _launch_merge(launch: Launch, tile: TileConfig, num_splits: int, partial: torch.Tensor) -> None:
     constants = launch.plan.constants
     out, lse, starts, seq_lens = launch.tensors[3:7]
-    window, out_strides = launch.numbers[2], launch.numbers[11:15]
     merge_splits_kernel[(launch.heads, launch.rows)](
-        partial, out, lse, starts, seq_lens, *out_strides, window,
-        launch.tokens, launch.rows, num_splits, constants["HAS_WINDOW"], constants["OUT_FMT"],
+        partial, out, lse, starts, seq_lens, launch.ranges, *launch.out_strides, *launch.reach,
+        launch.tokens, launch.rows, num_splits, constants["REACH"], constants["OUT_FMT"],
         launch.value_size, constants["DV_PAD"], tile.block_n, MIN_SPLIT_KEYS, MERGE_STEP,
         constants["PRECISE"], num_warps=2,
     )  # fmt: skip

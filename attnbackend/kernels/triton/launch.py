@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import checks
+from .bounds import MAX_REACH
 from .codec import TRITON_DTYPE, kernel_view, product_dtype, stored_format
 from .config import padded_size
 
@@ -28,6 +29,7 @@ DEVICE_CHECKED = (
     "k_scale",
     "v_scale",
     "lse",
+    "bidirectional_ranges",
 )
 _HERE: AbstractContextManager[Any] = nullcontext()
 
@@ -66,9 +68,23 @@ class Launch(NamedTuple):
     """What the block table has room for: its width times the block size."""
     tensors: tuple[Any, ...]
     """query, key_cache, value_cache, output, lse, query_start_loc, seq_lens, block_table,
-    alibi_slopes, sinks, k_scale, v_scale"""
+    alibi_slopes, sinks, k_scale, v_scale, bidirectional_ranges"""
     numbers: tuple[Any, ...]
-    """scale, soft_cap, window, then the strides"""
+    """scale, soft_cap, reach, number of ranges, then the strides"""
+
+    @property
+    def ranges(self) -> torch.Tensor | None:
+        return self.tensors[-1]
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Reach of the mask, and ranges of a row."""
+        return self.numbers[2], self.numbers[3]
+
+    @property
+    def out_strides(self) -> tuple[int, ...]:
+        """Of output, then of the LSE: token and head."""
+        return self.numbers[12:16]
 
 
 @lru_cache(maxsize=4096)
@@ -83,21 +99,26 @@ def make_plan(
     device: torch.device,
     causal: bool,
     sliding_window: int | None,
+    attention_chunk_size: int | None,
     logits_soft_cap: float,
 ) -> Plan:
-    """Validate and lay out what a layer repeats. `dtypes`: query, key, value cache, output."""
+    """Validate and lay out what a layer repeats. `dtypes`: query, key, value cache, output.
+
+    Shapes [blocks, block size, kv heads, head size], or [kv heads, head size] with no cache.
+    """
     checks.check_dtypes(where, *dtypes)
     checks.check_heads(where, heads, head_size, key_shape, value_shape)
-    checks.check_masks(where, sliding_window, logits_soft_cap)
-    _, block_size, kv_heads, value_size = value_shape
+    checks.check_masks(where, sliding_window, attention_chunk_size, logits_soft_cap)
+    kv_heads, value_size = value_shape[-2:]
+    paged = len(value_shape) == 4
     product = product_dtype(*dtypes[:3])
     formats = tuple(stored_format(dtype, device) for dtype in (*dtypes, sink_dtype))
     constants = {
         "CAUSAL": bool(causal),
-        "HAS_WINDOW": sliding_window is not None,
+        "REACH": _reach_name(sliding_window, attention_chunk_size, two_sided=not (causal or paged)),
         "HAS_CAP": logits_soft_cap > 0,
         "GROUP": heads // kv_heads,
-        "S": block_size,
+        "S": value_shape[1] if paged else 0,
         "D": head_size,
         "DV": value_size,
         "D_PAD": padded_size(head_size),
@@ -111,6 +132,13 @@ def make_plan(
     return Plan(product, heads // kv_heads, width, unusual, constants)
 
 
+def _reach_name(window: int | None, chunk: int | None, *, two_sided: bool) -> str:
+    """REACH of `bounds`."""
+    if window is not None:
+        return "both sides" if two_sided else "window"
+    return "all" if chunk is None else "chunk"
+
+
 def prepare(
     where: str,
     query: torch.Tensor,
@@ -119,65 +147,65 @@ def prepare(
     output: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
+    block_table: torch.Tensor | None,
     scale: float,
     causal: bool,
     sliding_window: int | None,
+    attention_chunk_size: int | None,
     logits_soft_cap: float,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    bidirectional_ranges: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> Launch:
-    """Validate a call and lay out its arguments. ValueError for what the kernels cannot do."""
+    """Validate a call and lay out its arguments. ValueError for what the kernels cannot do.
+
+    block_table None: key_cache and value_cache are the tokens' own key and value [T, Hk, D].
+    """
     checks.check_device(where, query)
     checks.check_same_device(
         where, query, DEVICE_CHECKED,
         (key_cache, value_cache, output, query_start_loc, seq_lens, block_table,
-         alibi_slopes, sinks, k_scale, v_scale, lse),
+         alibi_slopes, sinks, k_scale, v_scale, lse, bidirectional_ranges),
     )  # fmt: skip
-    q, k, v, out = query.stride(), key_cache.stride(), value_cache.stride(), output.stride()
-    table, lens, starts = block_table.stride(), seq_lens.stride(), query_start_loc.stride()
-    dims = len(q), len(k), len(v), len(out), len(table), len(lens), len(starts)
-    last = q[-1:], k[-1:], v[-1:], out[-1:], table[-1:], lens[-1:], starts[-1:]
-    if dims != (3, 4, 4, 3, 2, 1, 1) or any(stride != (1,) for stride in last):
-        checks.check_dimensions(
-            where,
-            {
-                "query": query,
-                "key_cache": key_cache,
-                "value_cache": value_cache,
-                "output": output,
-                "block_table": block_table,
-                "seq_lens": seq_lens,
-                "query_start_loc": query_start_loc,
-            },
-        )
+    q, k, v, out, table_row = _checked_strides(
+        where, query, key_cache, value_cache, output, query_start_loc, seq_lens, block_table
+    )
     tokens, heads, head_size = query.shape
-    value_shape = value_cache.shape
+    key_shape, value_shape = key_cache.shape, value_cache.shape
+    if block_table is None:
+        checks.check_own_keys(where, tokens, key_shape, value_shape)
+        key_shape, value_shape = key_shape[1:], value_shape[1:]
     plan = make_plan(
-        where, heads, head_size, key_cache.shape, value_shape,
+        where, heads, head_size, key_shape, value_shape,
         (query.dtype, key_cache.dtype, value_cache.dtype, output.dtype),
         torch.float32 if sinks is None else sinks.dtype,
-        query.device, causal, sliding_window, logits_soft_cap,
+        query.device, causal, sliding_window, attention_chunk_size, logits_soft_cap,
     )  # fmt: skip
-    _, block_size, kv_heads, value_size = value_shape
+    kv_heads, value_size = value_shape[-2:]
     if output.shape != (tokens, heads, value_size):
         allowed = f"{(tokens, heads, value_size)}"
         checks.fail(where, "output.shape", tuple(output.shape), allowed)
     checks.check_metadata(where, query_start_loc, seq_lens, block_table)
     checks.check_extras(where, tokens, heads, alibi_slopes, sinks, lse)
+    rows = seq_lens.shape[0]
+    num_ranges = 0
+    if bidirectional_ranges is not None:
+        paged_and_causal = causal and block_table is not None
+        num_ranges = checks.count_ranges(where, bidirectional_ranges, rows, paged_and_causal)
     numbers = (
         float(scale),  # an int would become a compile-time constant
         float(logits_soft_cap),
-        sliding_window or 0,
-        *q[:2],
-        *k[:3],
-        *v[:3],
-        *out[:2],
+        min(sliding_window or attention_chunk_size or 0, MAX_REACH),
+        num_ranges,
+        *q,
+        *k,
+        *v,
+        *out,
         *((0, 0) if lse is None else lse.stride()),
-        table[0],
+        table_row,
         checks.scale_stride(where, "k_scale", k_scale, kv_heads),
         checks.scale_stride(where, "v_scale", v_scale, kv_heads),
     )
@@ -186,9 +214,39 @@ def prepare(
         named_tensors = _views(named_tensors, plan.formats)
     *four, sinks = named_tensors
     metadata = query_start_loc, seq_lens, block_table
-    tensors = (*four, lse, *metadata, alibi_slopes, sinks, k_scale, v_scale)
-    rows, max_keys = seq_lens.shape[0], block_table.shape[1] * block_size
+    tensors = (*four, lse, *metadata, alibi_slopes, sinks, k_scale, v_scale, bidirectional_ranges)
+    max_keys = tokens if block_table is None else block_table.shape[1] * value_shape[1]
     return Launch(plan, tokens, rows, heads, kv_heads, value_size, max_keys, tensors, numbers)
+
+
+def _checked_strides(
+    where: str,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    output: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor | None,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """All strides but the last of query, caches and output, and the table's; blocks have 0 with no cache.
+
+    ValueError unless each tensor has the dimensions of its role, and a last stride of 1.
+    """
+    q, k, v, out = query.stride(), key_cache.stride(), value_cache.stride(), output.stride()
+    lens, starts = seq_lens.stride(), query_start_loc.stride()
+    table: tuple[int, ...] = (0, 1) if block_table is None else block_table.stride()
+    if block_table is None:
+        k, v = (0, *k), (0, *v)
+    dims = len(q), len(k), len(v), len(out), len(table), len(lens), len(starts)
+    last = q[-1:], k[-1:], v[-1:], out[-1:], table[-1:], lens[-1:], starts[-1:]
+    if dims != (3, 4, 4, 3, 2, 1, 1) or any(stride != (1,) for stride in last):
+        named = {
+            "query": query, "key_cache": key_cache, "value_cache": value_cache, "output": output,
+            "seq_lens": seq_lens, "query_start_loc": query_start_loc,
+        } | ({} if block_table is None else {"block_table": block_table})  # fmt: skip
+        checks.check_dimensions(where, named, 3 if block_table is None else 4)
+    return q[:2], k[:3], v[:3], out[:2], table[0]
 
 
 def _views(tensors: tuple[Any, ...], formats: tuple[str, ...]) -> Any:

@@ -115,6 +115,11 @@ def merge_attention_states(
         )  # fmt: skip
 
 
+def merge_over(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
+    """`merge_attention_states`, written over b."""
+    merge_attention_states(out_a, lse_a, out_b, lse_b, out_b, lse_b)
+
+
 def _check(
     out_a: torch.Tensor,
     lse_a: torch.Tensor,

@@ -14,8 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from .bounds import key_bounds, key_ranges, widened
 from .config import TileConfig, batch_kind, heads_per_tile, pieces_per_kv_head, tile_config
-from .launch import on_device_of, prepare
+from .launch import Launch, on_device_of, prepare
+from .partials import launch_merge_tokens, partial_buffer, split_size, store_partial
+from .splits import MIN_SPLIT_KEYS, decode_num_splits, processor_count
 from .tile import (
     attend,
     head_scale,
@@ -26,6 +29,8 @@ from .tile import (
     start_state,
     store_rows,
 )
+
+WHERE = "paged_attention"
 
 
 @triton.jit
@@ -45,39 +50,8 @@ def find_row(starts_ptr: tl.tensor, tile: tl.tensor, num_rows: tl.tensor, Q: tl.
     return count - 1
 
 
-@triton.jit
-def key_ranges(
-    context: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    seq_len: tl.tensor,
-    window: tl.tensor,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    N: tl.constexpr,
-) -> tl.tensor:
-    """Keys [begin, end) that a tile sees, and [full_begin, full_end) that all its rows see.
-
-    The tile's tokens are `first` to `last` of their request, at positions `context` + token.
-    The full range is in whole steps of N keys.
-    """
-    end = seq_len
-    full_end = seq_len
-    if CAUSAL:
-        end = tl.maximum(0, tl.minimum(end, context + last + 1))
-        full_end = tl.maximum(0, tl.minimum(full_end, context + first + 1))
-    begin = seq_len * 0
-    full_begin = begin
-    if HAS_WINDOW:
-        begin = tl.maximum(begin, context + first - window + 1)
-        full_begin = tl.maximum(full_begin, context + last - window + 1)
-    full_begin = (full_begin + N - 1) // N * N
-    full_end = full_end // N * N
-    return begin, end, full_begin, full_end
-
-
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_rows", "window", "table_row"],
+    do_not_specialize=["num_tokens", "num_rows", "num_ranges", "num_splits", "reach", "table_row"],
     do_not_specialize_on_alignment=[
         "lse_ptr",
         "starts_ptr",
@@ -87,6 +61,8 @@ def key_ranges(
         "sink_ptr",
         "k_scale_ptr",
         "v_scale_ptr",
+        "ranges_ptr",
+        "partial_ptr",
     ],
 )
 def paged_attention_kernel(
@@ -102,9 +78,11 @@ def paged_attention_kernel(
     sink_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
+    ranges_ptr: tl.tensor,
     scale: tl.tensor,
     soft_cap: tl.tensor,
-    window: tl.tensor,
+    reach: tl.tensor,
+    num_ranges: tl.tensor,
     q_token: tl.tensor,
     q_head: tl.tensor,
     k_block: tl.tensor,
@@ -122,8 +100,10 @@ def paged_attention_kernel(
     v_scale_head: tl.tensor,
     num_tokens: tl.tensor,
     num_rows: tl.tensor,
+    num_splits: tl.tensor,
+    partial_ptr: tl.tensor,
     CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    REACH: tl.constexpr,
     HAS_CAP: tl.constexpr,
     GROUP: tl.constexpr,
     S: tl.constexpr,
@@ -142,8 +122,12 @@ def paged_attention_kernel(
     N: tl.constexpr,
     HEADS: tl.constexpr,
     PIECES: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
 ) -> None:
     HAS_ALIBI: tl.constexpr = alibi_ptr is not None
+    # Where not, all rows of a tile see the same keys.
+    BY_ROW: tl.constexpr = CAUSAL or REACH != "all"
+    HAS_LOW: tl.constexpr = REACH != "all"
     Q: tl.constexpr = M // HEADS
     # The last tile of a causal prefill sees the most keys: it starts first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -164,7 +148,8 @@ def paged_attention_kernel(
     token = first + lane // HEADS
     head = lane % HEADS + tl.program_id(1) % PIECES * HEADS
     keep = (lane < Q * HEADS) & (token < q_len) & (head < GROUP)
-    keep_sink = keep & (head < tl.where(seq_len > 0, GROUP, 0))
+    # The sink counts once, in the first split.
+    keep_sink = keep & (head < tl.where((seq_len > 0) & (tl.program_id(2) == 0), GROUP, 0))
     head += kv_head * GROUP
     token64 = (q_begin + token).to(tl.int64)
     head64 = head.to(tl.int64)
@@ -179,41 +164,64 @@ def paged_attention_kernel(
     kv_head64 = kv_head.to(tl.int64)
     k_ptr += kv_head64 * k_head
     v_ptr += kv_head64 * v_head
-    table_ptr += row_or_0.to(tl.int64) * table_row
+    if S == 0:
+        k_ptr += q_begin.to(tl.int64) * k_slot
+        v_ptr += q_begin.to(tl.int64) * v_slot
+    else:
+        table_ptr += row_or_0.to(tl.int64) * table_row
     scale = scale * head_scale(k_scale_ptr, kv_head, k_scale_head)
 
     last = tl.minimum(first + Q, q_len) - 1
+    low, high = key_bounds(position, seq_len, reach, CAUSAL, REACH)
+    low, high = widened(low, high, position, position, seq_len, ranges_ptr, row_or_0, num_ranges)
     begin, end, full_begin, full_end = key_ranges(
-        context, first, last, seq_len, window, CAUSAL, HAS_WINDOW, N
-    )
-    if HAS_WINDOW:
+        context + first, context + last, seq_len, reach, ranges_ptr, row_or_0, num_ranges,
+        CAUSAL, REACH, N,
+    )  # fmt: skip
+    start = begin // N * N
+    stop = end
+    full_start = full_begin
+    if partial_ptr is not None:
+        size = split_size(end - start, num_splits, MIN_KEYS, N)
+        start += tl.program_id(2) * size
+        stop = tl.minimum(start + size, end)
+        full_start = tl.maximum(full_begin, start)
+        full_end = tl.minimum(full_end, start + size)
+    if HAS_LOW:
         acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q, position, slope, k_ptr, v_ptr, table_ptr,
-            begin // N * N, tl.minimum(full_begin, end), begin, end,
-            scale, soft_cap, window, k_block, k_slot, v_block, v_slot,
-            True, CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
+            acc, row_max, row_sum, q, position, low, high, slope, k_ptr, v_ptr, table_ptr,
+            start, tl.minimum(full_begin, stop), begin, end,
+            scale, soft_cap, k_block, k_slot, v_block, v_slot,
+            True, BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
             K_FMT, V_FMT, DOT, PRECISE,
         )  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, position, slope, k_ptr, v_ptr, table_ptr,
-        full_begin, full_end, begin, end,
-        scale, soft_cap, window, k_block, k_slot, v_block, v_slot,
-        False, CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
+        acc, row_max, row_sum, q, position, low, high, slope, k_ptr, v_ptr, table_ptr,
+        full_start, full_end, begin, end,
+        scale, soft_cap, k_block, k_slot, v_block, v_slot,
+        False, BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
         K_FMT, V_FMT, DOT, PRECISE,
     )  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, position, slope, k_ptr, v_ptr, table_ptr,
-        tl.maximum(full_begin, full_end), end, begin, end,
-        scale, soft_cap, window, k_block, k_slot, v_block, v_slot,
-        True, CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
+        acc, row_max, row_sum, q, position, low, high, slope, k_ptr, v_ptr, table_ptr,
+        tl.maximum(full_start, full_end), stop, begin, end,
+        scale, soft_cap, k_block, k_slot, v_block, v_slot,
+        True, BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
         K_FMT, V_FMT, DOT, PRECISE,
     )  # fmt: skip
 
-    rows = normalise(acc, row_sum) * head_scale(v_scale_ptr, kv_head, v_scale_head)
-    store_rows(out_ptr, token64 * out_token + head64 * out_head, rows, keep, DV, DV_PAD, OUT_FMT)
-    if lse_ptr is not None:
-        lse_offsets = token64 * lse_token + head64 * lse_head
-        tl.store(lse_ptr + lse_offsets, natural_lse(row_max, row_sum, PRECISE), mask=keep)
+    value_scale = head_scale(v_scale_ptr, kv_head, v_scale_head)
+    if partial_ptr is None:
+        rows = normalise(acc, row_sum) * value_scale
+        store_rows(out_ptr, token64 * out_token + head64 * out_head, rows, keep, DV, DV_PAD, OUT_FMT)
+        if lse_ptr is not None:
+            lse_offsets = token64 * lse_token + head64 * lse_head
+            tl.store(lse_ptr + lse_offsets, natural_lse(row_max, row_sum, PRECISE), mask=keep)
+    else:
+        num_heads = tl.num_programs(1) // PIECES * GROUP
+        part = (token64 * num_heads + head64) * num_splits + tl.program_id(2)
+        parts = num_tokens.to(tl.int64) * num_heads * num_splits
+        store_partial(partial_ptr, part, parts, acc * value_scale, row_max, row_sum, keep, DV, DV_PAD)
 
 
 def paged_attention(
@@ -223,17 +231,20 @@ def paged_attention(
     output: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
+    block_table: torch.Tensor | None,
     *,
     scale: float,
     causal: bool = True,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     logits_soft_cap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    bidirectional_ranges: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    num_splits: int | None = 1,
     tile: TileConfig | None = None,
 ) -> None:
     """Attention of new tokens over a paged cache that already holds their keys and values.
@@ -241,32 +252,54 @@ def paged_attention(
     query [T, H, D] and output [T, H, Dv]: float32, float16 or bfloat16; key_cache [B, S, Hk, D]
     and value_cache [B, S, Hk, Dv]: those or float8_e4m3fn, float8_e5m2, any strides but the
     last; query_start_loc [R + 1], seq_lens [R] (context plus query) and block_table [R, W]:
-    int32; alibi_slopes float32 [H]; sinks [H]; k_scale, v_scale float32 [1] or [Hk], real
-    value = stored * scale; lse float32 [T, H], written as natural logarithms.
+    int32; alibi_slopes float32 [H], adds -slope * |key - query position|; sinks [H];
+    bidirectional_ranges int32 [R, G, 2], positions [start, end) that see all of each other, for
+    causal attention over a cache; k_scale, v_scale float32 [1] or [Hk], real value = stored *
+    scale; lse float32 [T, H], written as natural logarithms.
+
+    block_table None: there is no cache. key_cache is key [T, Hk, D] and value_cache value
+    [T, Hk, Dv], and a row's keys are its own tokens: query_start_loc[i] and the seq_lens[i] - 1
+    after it, at most its query tokens. A window is two-sided there unless attention is causal.
 
     Masks are aligned bottom-right. Order: scale, soft-cap, alibi, mask, softmax with the sink
     in its denominator. Every row of output is written: zeros (and -inf in lse) for requests of
     seq_len 0 and for tokens past query_start_loc[R]. `tile` replaces the chosen tile sizes.
 
+    num_splits: parts that the keys of each tile are cut into, for few tokens over many keys;
+    None takes as many as fill the device, from the shapes alone.
+
     Raises ValueError for shapes, dtypes or options outside of these.
     """
     launch = prepare(
-        "paged_attention", query, key_cache, value_cache, output, query_start_loc, seq_lens,
-        block_table, scale, causal, sliding_window, logits_soft_cap, alibi_slopes, sinks,
-        k_scale, v_scale, lse,
+        WHERE, query, key_cache, value_cache, output, query_start_loc, seq_lens,
+        block_table, scale, causal, sliding_window, attention_chunk_size, logits_soft_cap,
+        alibi_slopes, sinks, bidirectional_ranges, k_scale, v_scale, lse,
     )  # fmt: skip
     plan, tokens, rows = launch.plan, launch.tokens, launch.rows
     if tokens == 0:
         return
-    group = plan.group
     if tile is None:
-        tile = tile_config(plan.product, plan.width, group, batch_kind(tokens, rows))
-    heads, pieces = heads_per_tile(group, tile.block_m), pieces_per_kv_head(group, tile.block_m)
+        tile = tile_config(plan.product, plan.width, plan.group, batch_kind(tokens, rows))
     # One tile more for each row than its tokens fill, and one for tokens past the last row.
-    tiles = tokens // (tile.block_m // heads) + rows + 1
+    tiles = tokens // (tile.block_m // heads_per_tile(plan.group, tile.block_m)) + rows + 1
+    if num_splits is None:
+        programs = tiles * launch.kv_heads * pieces_per_kv_head(plan.group, tile.block_m)
+        num_splits = decode_num_splits(programs, launch.max_keys, processor_count(query.device))
+    partial = partial_buffer(WHERE, query, launch, tokens, num_splits, None)
     with on_device_of(query):
-        paged_attention_kernel[(tiles, launch.kv_heads * pieces)](
-            *launch.tensors, *launch.numbers, tokens, rows, **plan.constants,
-            M=tile.block_m, N=tile.block_n, HEADS=heads, PIECES=pieces,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+        _launch(launch, tile, tiles, num_splits, partial)
+        if partial is not None:
+            launch_merge_tokens(launch, num_splits, partial)
+
+
+def _launch(
+    launch: Launch, tile: TileConfig, tiles: int, num_splits: int, partial: torch.Tensor | None
+) -> None:
+    group = launch.plan.group
+    pieces = pieces_per_kv_head(group, tile.block_m)
+    paged_attention_kernel[(tiles, launch.kv_heads * pieces, num_splits)](
+        *launch.tensors, *launch.numbers, launch.tokens, launch.rows, num_splits, partial,
+        **launch.plan.constants, M=tile.block_m, N=tile.block_n,
+        HEADS=heads_per_tile(group, tile.block_m), PIECES=pieces, MIN_KEYS=MIN_SPLIT_KEYS,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip

@@ -126,13 +126,30 @@ def load_rows(
 def find_pages(
     table_ptr: tl.tensor, start: tl.tensor, end_key: tl.tensor, S: tl.constexpr, N: tl.constexpr
 ) -> tl.tensor:
-    """Block ids of N keys from `start`: one scalar where a whole step lies inside a block."""
-    if S % N == 0:
+    """Block ids of N keys from `start`: one scalar where a whole step lies inside a block.
+
+    S is 0 where there are no blocks: the keys lie one after the other.
+    """
+    if S == 0:
+        page = start * 0
+    elif S % N == 0:
         page = tl.load(table_ptr + start // S, mask=start < end_key, other=0)
     else:
         key = start + tl.arange(0, N)
         page = tl.load(table_ptr + key // S, mask=key < end_key, other=0)
     return page
+
+
+@triton.jit
+def key_offsets(
+    page: tl.tensor, key: tl.tensor, block_stride: tl.tensor, slot_stride: tl.tensor, S: tl.constexpr
+) -> tl.tensor:
+    """64-bit offsets of keys in the blocks that `find_pages` gives for them."""
+    if S == 0:
+        offsets = key.to(tl.int64) * slot_stride
+    else:
+        offsets = page.to(tl.int64) * block_stride + (key % S).to(tl.int64) * slot_stride
+    return offsets
 
 
 @triton.jit
@@ -153,8 +170,8 @@ def scores(
     if HAS_CAP:
         result = soft_capped(result, product * (scale / soft_cap), soft_cap * UNIT, PRECISE)
     if HAS_ALIBI:
-        distance = (key[None, :] - position[:, None]).to(tl.float32)
-        result += (slope * UNIT)[:, None] * distance
+        distance = tl.abs((key[None, :] - position[:, None]).to(tl.float32))
+        result -= (slope * UNIT)[:, None] * distance
     return result
 
 
@@ -202,19 +219,19 @@ def add_values(
 
 @triton.jit
 def visible(
-    position: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
     key: tl.tensor,
     keep: tl.tensor,
-    window: tl.tensor,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    HAS_LOW: tl.constexpr,
 ) -> tl.tensor:
-    """[M, N] mask of the keys that each row sees, among those in `keep`."""
+    """[M, N] mask of the keys that each row sees: its own [low, high) if BY_ROW, else all in `keep`."""
     mask = keep[None, :]
-    if CAUSAL:
-        mask = mask & (key[None, :] <= position[:, None])
-    if HAS_WINDOW:
-        mask = mask & (key[None, :] > position[:, None] - window)
+    if BY_ROW:
+        mask = key[None, :] < high[:, None]
+        if HAS_LOW:
+            mask = mask & (key[None, :] >= low[:, None])
     return mask
 
 
@@ -225,6 +242,8 @@ def attend(
     row_sum: tl.tensor,
     q: tl.tensor,
     position: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
     slope: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -235,14 +254,13 @@ def attend(
     end_key: tl.tensor,
     scale: tl.tensor,
     soft_cap: tl.tensor,
-    window: tl.tensor,
     k_block: tl.tensor,
     k_slot: tl.tensor,
     v_block: tl.tensor,
     v_slot: tl.tensor,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    HAS_LOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     S: tl.constexpr,
@@ -258,9 +276,9 @@ def attend(
 ) -> tl.tensor:
     """Softmax state after the steps of N keys from `start` (a multiple of N) to `stop`.
 
-    MASKED steps load only keys in [first_key, end_key) and mask each row's own range; the
-    others must lie where every row of the tile sees every key. `k_ptr` and `v_ptr` point at
-    the tile's kv head.
+    MASKED steps load only keys in [first_key, end_key) and mask what a row does not see (see
+    `visible`); the others must lie where every row of the tile sees every key. `k_ptr` and
+    `v_ptr` point at the tile's kv head.
     """
     SUM: tl.constexpr = acc.dtype
     steps = tl.arange(0, N)
@@ -270,21 +288,20 @@ def attend(
     for begin in range(start, stop, N):
         key = begin + steps
         keep = (key >= first_key) & (key < end_key)
-        block = page.to(tl.int64)
+        here = page
         page = find_pages(table_ptr, begin + N, end_key, S, N)
-        slot = (key % S).to(tl.int64)
-        k = load_rows(k_ptr, block * k_block + slot * k_slot, keep, D, D_PAD, MASKED)
+        k = load_rows(k_ptr, key_offsets(here, key, k_block, k_slot, S), keep, D, D_PAD, MASKED)
         product = query_key_product(q, decode(k, K_FMT), DOT, PRECISE)
         score = scores(product, position, key, scale, soft_cap, slope, HAS_CAP, HAS_ALIBI, PRECISE)
         if MASKED:
-            mask = visible(position, key, keep, window, CAUSAL, HAS_WINDOW)
+            mask = visible(low, high, key, keep, BY_ROW, HAS_LOW)
             score = tl.where(mask, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1))
         # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0.
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
         weight = power(score - pivot[:, None], PRECISE)
         shrink = power(row_max - pivot, PRECISE)
-        v = load_rows(v_ptr, block * v_block + slot * v_slot, keep, DV, DV_PAD, MASKED)
+        v = load_rows(v_ptr, key_offsets(here, key, v_block, v_slot, S), keep, DV, DV_PAD, MASKED)
         acc = add_values(acc, shrink, weight, decode(v, V_FMT), DOT, PRECISE)
         row_sum = row_sum * shrink.to(SUM) + tl.sum(weight.to(SUM), 1)
         row_max = new_max
