@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from attnbackend.kv_cache import (
     allocate_kv_cache,
     kv_cache_geometry,
     resolve_kv_cache_dtype,
+    resolve_kv_sharing,
     spec_of,
 )
 from attnbackend.layers.paged import BatchTensors, BoundLayer
@@ -28,7 +29,7 @@ from attnbackend.metadata import AttentionMetadataBuilder, BatchLimits, CommonAt
 from attnbackend.platforms import free_memory
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.served_model import AttentionLayer, ServedModel
-from attnbackend.selector import select_backend
+from attnbackend.selector import AttentionSelectorConfig, select_backend
 
 __all__ = ["LayerGroup", "ModelRunner", "RunnerOptions", "build_runner"]
 
@@ -59,6 +60,13 @@ class LayerGroup:
     params: AttentionParams
     spec: AttentionSpec
     layers: tuple[str, ...]
+    owners: Mapping[str, str] = field(default_factory=dict)
+    """Layer that reads another's cache -> the one that it belongs to."""
+
+    @property
+    def owning_layers(self) -> tuple[str, ...]:
+        """Those with a cache of their own."""
+        return tuple(name for name in self.layers if name not in self.owners)
 
 
 def build_runner(model: Any, **options: Any) -> ModelRunner:
@@ -181,18 +189,19 @@ class ModelRunner:
         }
 
     def _allocate(self) -> dict[str, Tensor]:
-        return {
+        caches = {
             name: allocate_kv_cache(group.backend, group.spec, self.num_blocks, self.device)
             for group in self.groups
-            for name in group.layers
+            for name in group.owning_layers
         }
+        return {name: caches[group.owners.get(name, name)] for group in self.groups for name in group.layers}
 
     def _bound_layers(self) -> dict[str, BoundLayer]:
         dtype = self.options.kv_cache_dtype
         scaled = resolve_kv_cache_dtype(dtype, self.model.dtype).itemsize == 1
         one = torch.ones(1, device=self.device) if scaled else None
         return {
-            name: BoundLayer(self.kv_caches[name], dtype, i, one, one)
+            name: BoundLayer(self.kv_caches[name], dtype, i, one, one, name not in group.owners)
             for i, group in enumerate(self.groups)
             for name in group.layers
         }
@@ -224,22 +233,50 @@ def _group_layers(layers: Mapping[str, AttentionLayer], options: RunnerOptions) 
     for name, layer in layers.items():
         config = replace(layer.config, block_size=options.block_size, kv_cache_dtype=options.kv_cache_dtype)
         backend = select_backend(config, backend=options.backend).backend
-        params = AttentionParams(
-            num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_size=config.head_size,
-            dtype=config.dtype, kv_cache_dtype=config.kv_cache_dtype, block_size=options.block_size,
-            device_type=config.device_type, scale=layer.scale, causal=config.causal,
-            sliding_window=config.sliding_window, logits_soft_cap=config.logits_soft_cap,
-            attn_type=config.attn_type,
-        )  # fmt: skip
-        grouped.setdefault((backend, params), []).append(name)
-    return [LayerGroup(b, p, spec_of(p), tuple(names)) for (b, p), names in grouped.items()]
+        grouped.setdefault((backend, _params(config, layer.scale)), []).append(name)
+    owners = _cache_owners(layers, grouped)
+    return [
+        LayerGroup(b, p, spec_of(p), tuple(names), {n: owners[n] for n in names if n in owners})
+        for (b, p), names in grouped.items()
+    ]
+
+
+def _params(config: AttentionSelectorConfig, scale: float) -> AttentionParams:
+    assert config.block_size is not None
+    return AttentionParams(
+        num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_size=config.head_size,
+        dtype=config.dtype, kv_cache_dtype=config.kv_cache_dtype, block_size=config.block_size,
+        device_type=config.device_type, scale=scale, causal=config.causal,
+        sliding_window=config.sliding_window, attention_chunk_size=config.attention_chunk_size,
+        logits_soft_cap=config.logits_soft_cap, attn_type=config.attn_type,
+    )  # fmt: skip
+
+
+def _cache_owners(
+    layers: Mapping[str, AttentionLayer],
+    grouped: Mapping[tuple[type[AttentionBackend], AttentionParams], Sequence[str]],
+) -> dict[str, str]:
+    """For each layer that reads another's cache, the layer that writes it."""
+    targets = {n: layer.kv_sharing_target for n, layer in layers.items() if layer.kv_sharing_target}
+    specs = {name: spec_of(params) for (_, params), names in grouped.items() for name in names}
+    backends = {name: backend for (backend, _), names in grouped.items() for name in names}
+    owners = resolve_kv_sharing(targets, specs)
+    for name, owner in owners.items():
+        if backends[name] is not backends[owner]:
+            raise ValueError(
+                f"layer {name!r} reads the cache of {owner!r}, and they are on different backends, "
+                f"{backends[name].get_name()} and {backends[owner].get_name()}; name one for all with backend="
+            )
+    return owners
 
 
 def _blocks_that_fit(
     groups: list[LayerGroup], max_model_len: int, options: RunnerOptions, device: torch.device
 ) -> int:
     """As many blocks as all requests at full length would need, or as a share of free memory holds."""
-    page_bytes = sum(kv_cache_geometry(g.backend, g.spec, 1).page_size_bytes * len(g.layers) for g in groups)
+    page_bytes = sum(
+        kv_cache_geometry(g.backend, g.spec, 1).page_size_bytes * len(g.owning_layers) for g in groups
+    )
     wanted = options.max_num_seqs * -(-max_model_len // options.block_size) + 1
     budget = int(free_memory(device) * _MEMORY_SHARE.get(device.type, 0.5))
     fitting = budget // page_bytes
