@@ -22,7 +22,8 @@ _EXPORTS = {
     "impl": ("AttentionImpl", "AttentionParams", "MLAAttentionImpl", "OptionalTensors"),
     "kv_cache": (
         "AttentionSpec", "ChunkedLocalAttentionSpec", "CrossAttentionSpec", "FullAttentionSpec",
-        "KVCacheSpec", "MLAAttentionSpec", "MambaSpec", "SlidingWindowSpec", "allocate_kv_cache", "allocate_kv_caches", "kv_cache_geometry",
+        "KVCacheSpec", "MLAAttentionSpec", "MambaSpec", "SlidingWindowSpec",
+        "allocate_kv_cache", "allocate_kv_caches", "kv_cache_geometry",
         "resolve_kv_sharing",
     ),
     "metadata": ("AttentionMetadata", "AttentionMetadataBuilder", "BatchLimits", "CommonAttentionMetadata"),

@@ -50,6 +50,51 @@ ATTENTION_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_cache": lambda c: torch.cat([c, c[:, :, :, :1]], 3)},
         "num_heads is 4; expected a multiple of num_kv_heads=3",
     ),
+    "chunks of nothing": ({"attention_chunk_size": 0}, "attention_chunk_size is 0; expected at least 1"),
+    "a window and chunks": (
+        {"attention_chunk_size": 8, "sliding_window": 4},
+        "sliding_window=4 and attention_chunk_size=8.*one of the two",
+    ),
+    "ranges of an odd shape": (
+        {"bidirectional_ranges": torch.zeros(5, 3, dtype=torch.int32)},
+        r"bidirectional_ranges is \(5, 3\); expected \(5, ranges, 2\)",
+    ),
+    "ranges of int64": (
+        {"bidirectional_ranges": torch.zeros(5, 1, 2, dtype=torch.int64)},
+        "bidirectional_ranges is torch.int64; expected torch.int32",
+    ),
+    "ranges where all is seen": (
+        {"bidirectional_ranges": torch.zeros(5, 1, 2, dtype=torch.int32), "causal": False},
+        "bidirectional_ranges is given, causal=False with attn_type='decoder'; expected a causal decoder",
+    ),
+    "an encoder with a cache": (
+        {"attn_type": "encoder_only", "causal": False},
+        "num_blocks of kv_cache is 13 with attn_type='encoder_only'; expected 0",
+    ),
+    "an encoder without keys": (
+        {"attn_type": "encoder", "key": None, "value": None, "kv_cache": lambda c: c[:0]},
+        "key is None with attn_type='encoder'; expected the keys",
+    ),
+    "an encoder with scales": (
+        {"attn_type": "encoder", "kv_cache": lambda c: c[:0], "k_scale": torch.ones(1)},
+        "k_scale is given with attn_type='encoder'; expected None",
+    ),
+    "an encoder with a type of cache": (
+        {"attn_type": "encoder", "kv_cache": lambda c: c[:0], "kv_cache_dtype": "fp8"},
+        "kv_cache_dtype is 'fp8' with attn_type='encoder'; expected 'auto'",
+    ),
+    "cross attention with new keys": (
+        {"attn_type": "encoder_decoder", "causal": False},
+        "key is given with attn_type='encoder_decoder'; expected None",
+    ),
+    "cross attention that is causal": (
+        {"attn_type": "encoder_decoder", "key": None, "value": None},
+        "causal is True with attn_type='encoder_decoder'; expected False",
+    ),
+    "cross attention with a window": (
+        {"attn_type": "encoder_decoder", "key": None, "value": None, "causal": False, "sliding_window": 3},
+        "sliding_window is given with attn_type='encoder_decoder'; expected None",
+    ),
     "key without value": ({"value": None}, "key and value.*both or neither"),
     "key of other heads": ({"key": lambda k: k[:, :1]}, r"key is \(24, 1, 64\).*2, 64"),
     "output too short": ({"output": lambda o: o[:-1]}, "output is 23; expected 24"),

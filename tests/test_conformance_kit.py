@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attnbackend import KVCacheLayout, resolve_backend
+from attnbackend import AttentionType, KVCacheLayout, resolve_backend
 from attnbackend.testing.conformance import (
     CHECKS,
     ConformanceReport,
@@ -86,8 +86,11 @@ class Modest(HonestBackend):
     supported_block_sizes = (32,)
     supported_device_types = ("cpu",)
     supported_layouts = (KVCacheLayout.HND,)
+    supported_attn_types = (AttentionType.DECODER,)
     max_group_size = 2
     lse_base = None
+    supports_attention_chunks = False
+    supports_bidirectional_ranges = False
     supports_sliding_window = False
     supports_logits_soft_cap = False
     supports_alibi = False

@@ -203,7 +203,8 @@ SCHEMA = (
     "(Tensor query, Tensor? key, Tensor? value, Tensor kv_cache, Tensor(a!) output, "
     "Tensor query_start_loc, Tensor seq_lens, Tensor block_table, *, float scale, "
     "Tensor(b!)? lse=None, bool causal=True, int? sliding_window=None, "
-    "float logits_soft_cap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
+    "int? attention_chunk_size=None, float logits_soft_cap=0.0, Tensor? alibi_slopes=None, "
+    "Tensor? sinks=None, Tensor? bidirectional_ranges=None, "
     "Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, "
     "Tensor? output_scale=None, Tensor(c!)? output_block_scale=None, "
     'str kv_cache_dtype="auto", str attn_type="decoder", int group=-1) -> ()'

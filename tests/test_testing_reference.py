@@ -55,6 +55,56 @@ def test_a_window_cuts_only_the_left_of_full_attention() -> None:
     assert seen == pytest.approx([1.5, 1.5, 2.0, 2.5], abs=1e-12)
 
 
+def test_a_chunk_begins_at_multiples_of_its_size() -> None:
+    arguments = one_request([0.0] * 5, [0.0] * 7, [float(j) for j in range(7)])
+    # Positions 2 to 6 in chunks {0 1 2} {3 4 5} {6}.
+    seen = outputs(arguments, attention_chunk_size=3)
+    assert seen == pytest.approx([1.0, 3.0, 3.5, 4.0, 6.0], abs=1e-12)
+    both_ways = outputs(arguments, attention_chunk_size=3, causal=False)
+    assert both_ways == pytest.approx([1.0, 4.0, 4.0, 4.0, 6.0], abs=1e-12)
+
+
+def test_a_token_in_a_range_sees_all_of_the_range_and_no_other_token_does() -> None:
+    arguments = one_request([0.0] * 5, [0.0] * 5, [float(j) for j in range(5)])
+    ranges = torch.tensor([[[1, 3], [0, 0]]])
+    seen = outputs(arguments, bidirectional_ranges=ranges)
+    assert seen == pytest.approx([0.0, 1.0, 1.0, 1.5, 2.0], abs=1e-12)
+    narrow = outputs(arguments, bidirectional_ranges=ranges, sliding_window=1)
+    assert narrow == pytest.approx([0.0, 1.5, 1.5, 3.0, 4.0], abs=1e-12)
+
+
+def test_alibi_falls_with_the_distance_on_both_sides() -> None:
+    arguments = one_request([0.0] * 3, [0.0] * 3, [0.0, 1.0, 0.0])
+    seen = outputs(arguments, causal=False, alibi_slopes=torch.tensor([math.log(2.0)]))
+    # Weights 2 ** -distance: (1, 1/2, 1/4), (1/2, 1, 1/2), (1/4, 1/2, 1).
+    assert seen == pytest.approx([2 / 7, 0.5, 2 / 7], abs=1e-7)
+
+
+def encoded(values: list[float], starts: list[int], lens: list[int], **features: Any) -> list[float]:
+    v_THD = torch.tensor(values).reshape(-1, 1, 1)
+    q_THD = torch.zeros_like(v_THD)
+    starts_R, lens_R = torch.tensor(starts), torch.tensor(lens)
+    out, _ = reference_attention.over_own_keys(q_THD, q_THD, v_THD, starts_R, lens_R, scale=1.0, **features)
+    return out.flatten().tolist()
+
+
+def test_an_encoder_sees_its_own_request_and_no_other() -> None:
+    seen = encoded([1.0, 3.0, NAN, 8.0], [0, 2, 3, 4], [2, 0, 1], causal=False)
+    assert seen == pytest.approx([2.0, 2.0, 0.0, 8.0], abs=1e-12)
+
+
+def test_an_encoder_s_window_has_two_sides() -> None:
+    seen = encoded([0.0, 1.0, 2.0, 3.0], [0, 4], [4], causal=False, sliding_window=2, two_sided_window=True)
+    assert seen == pytest.approx([0.5, 1.0, 2.0, 2.5], abs=1e-12)
+
+
+def test_cross_attention_sees_more_or_fewer_keys_than_queries() -> None:
+    few = one_request([0.0] * 3, [0.0] * 2, [2.0, 4.0])
+    many = one_request([0.0], [0.0] * 3, [1.0, 2.0, 6.0])
+    assert outputs(few, causal=False) == pytest.approx([3.0] * 3, abs=1e-12)
+    assert outputs(many, causal=False) == pytest.approx([3.0], abs=1e-12)
+
+
 def test_soft_cap_applies_after_scale() -> None:
     arguments = one_request([1.0], [10.0, 0.0], [1.0, 0.0])
     assert outputs(arguments, logits_soft_cap=1.0)[0] == pytest.approx(0.731059, abs=1e-6)
@@ -179,7 +229,7 @@ def test_plain_torch_attention_keeps_the_query_dtype_and_is_less_exact() -> None
         ({"block_table": torch.tensor([[7, 1]])}, r"names blocks \[7\]"),
         ({"query_start_loc": torch.tensor([0, 5])}, "at most the 1 query rows"),
         ({"query_start_loc": torch.tensor([0])}, "seq_lens has 1 rows"),
-        ({"sliding_window": 0}, "it is at least 1, got 0"),
+        ({"sliding_window": 0}, "sliding_window is at least 1, got 0"),
     ],
 )
 def test_contradicting_arguments_are_refused(change: dict[str, Any], message: str) -> None:

@@ -10,13 +10,14 @@ G query heads a key-value head, D head size, S block_size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnbackend.backends.key_masks import KeyMask
 from attnbackend.backends.standard import FullFeaturedBackend, StandardImpl
 from attnbackend.impl import OptionalTensors
 from attnbackend.metadata import (
@@ -58,6 +59,8 @@ class TorchSDPAMetadataBuilder(AttentionMetadataBuilder[TorchSDPAMetadata]):
         rows = zip(range(len(lens)), starts[:-1], starts[1:], lens, strict=True)
         requests = tuple(Request(*row) for row in rows if row[2] != row[1])
         limit = common_attn_metadata.block_table.shape[1] * self.params.block_size
+        if self.params.attn_type.keeps_no_cache:
+            limit = common_attn_metadata.num_actual_tokens
         _check_requests(requests, starts[0], common_attn_metadata.num_actual_tokens, limit)
         return TorchSDPAMetadata(common=common_attn_metadata, requests=requests, num_tokens=starts[-1])
 
@@ -81,15 +84,18 @@ class TorchSDPAImpl(StandardImpl):
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: TorchSDPAMetadata, output: Tensor, tensors: OptionalTensors,
     ) -> None:  # fmt: skip
-        table = attn_metadata.common.block_table
         for request in attn_metadata.requests:
             rows = slice(request.start, request.stop)
             if request.seq_len == 0:
                 self._write_empty(output, tensors.lse, rows)
                 continue
-            first = self._first_key(request)
-            k_LKD, v_LKD = self._gather(kv_cache, table[request.row], first, request.seq_len, tensors)
-            self._attend(query[rows], k_LKD, v_LKD, output[rows], rows, request, first, tensors)
+            keys = range(self._first_key(request, tensors), request.seq_len)
+            if self.params.attn_type.keeps_no_cache:
+                k_LKD, v_LKD = self._own(key, value, rows, tensors)
+            else:
+                table = attn_metadata.common.block_table[request.row]
+                k_LKD, v_LKD = self._gather(kv_cache, table, keys, tensors)
+            self._attend(query, k_LKD, v_LKD, output, request, keys, tensors)
         self._write_empty(output, tensors.lse, slice(attn_metadata.num_tokens, None))
 
     @staticmethod
@@ -98,21 +104,33 @@ class TorchSDPAImpl(StandardImpl):
         if lse is not None:
             lse[rows] = -torch.inf
 
-    def _first_key(self, request: Request) -> int:
-        """First position that the request's first query sees."""
-        window = self.params.sliding_window
-        first_query = request.seq_len - (request.stop - request.start)
+    def _first_key(self, request: Request, tensors: OptionalTensors) -> int:
+        """First position that any of the request's queries sees."""
+        window, chunk = self.params.sliding_window, self.params.attention_chunk_size
+        first_query = max(0, request.seq_len - (request.stop - request.start))
+        if tensors.bidirectional_ranges is not None or self.params.attn_type.keeps_no_cache:
+            return 0
+        if chunk is not None:
+            return first_query // chunk * chunk
         return 0 if window is None else max(0, first_query - window + 1)
 
-    def _gather(
-        self, kv_cache: Tensor, table: Tensor, first: int, stop: int, tensors: OptionalTensors
+    def _own(
+        self, key: Tensor | None, value: Tensor | None, rows: slice, tensors: OptionalTensors
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions ``first:stop``; nothing behind ``stop`` is passed on."""
+        """An encoder's keys and values: the request's rows of the call's own."""
+        assert key is not None
+        assert value is not None
+        return self._dequantize(key[rows], tensors.k_scale), value[rows]
+
+    def _gather(
+        self, kv_cache: Tensor, table: Tensor, keys: range, tensors: OptionalTensors
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of these positions; nothing behind them is passed on."""
         size = self.params.block_size
-        blocks = table[first // size : -(-stop // size)]
-        skip = first % size
+        blocks = table[keys.start // size : -(-keys.stop // size)]
+        skip = keys.start % size
         k_LKD, v_LKD = (
-            kv_cache[:, side].index_select(0, blocks).flatten(0, 1)[skip : skip + stop - first]
+            kv_cache[:, side].index_select(0, blocks).flatten(0, 1)[skip : skip + len(keys)]
             for side in (0, 1)
         )
         return self._dequantize(k_LKD, tensors.k_scale), self._dequantize(v_LKD, tensors.v_scale)
@@ -124,33 +142,39 @@ class TorchSDPAImpl(StandardImpl):
         return (x_LKD.float() * scale.view(-1, 1)).to(dtype)
 
     def _attend(
-        self, q_NHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, out_NHD: Tensor, rows: slice,
-        request: Request, first: int, tensors: OptionalTensors,
+        self, query: Tensor, k_LKD: Tensor, v_LKD: Tensor, output: Tensor, request: Request, keys: range,
+        tensors: OptionalTensors,
     ) -> None:  # fmt: skip
+        rows = slice(request.start, request.stop)
+        q_NHD, out_NHD = query[rows], output[rows]
+        mask = self._mask(request, keys, tensors.bidirectional_ranges, query.device)
         explicit = (
             self.params.logits_soft_cap or tensors.lse is not None or tensors.sinks is not None
             or tensors.alibi_slopes is not None or request.seq_len < len(q_NHD)
         )  # fmt: skip
         if not explicit:
-            out_NHD.copy_(self._fused(q_NHD, k_LKD, v_LKD, first, request.seq_len))
+            out_NHD.copy_(self._fused(q_NHD, k_LKD, v_LKD, mask))
             return
-        for part in self._query_chunks(len(q_NHD), len(k_LKD)):
-            out, lse = self._explicit(q_NHD, k_LKD, v_LKD, part, first, request.seq_len, tensors)
-            out_NHD[part] = out
+        for part in self._query_chunks(len(q_NHD), len(keys)):
+            of_part = replace(mask, p_N1=mask.p_N1[part])
+            out_NHD[part], lse = self._explicit(q_NHD[part], k_LKD, v_LKD, of_part, tensors)
             if tensors.lse is not None:
                 tensors.lse[rows][part] = lse
 
-    def _fused(self, q_NHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, first: int, seq_len: int) -> Tensor:
+    def _mask(self, request: Request, keys: range, ranges: Tensor | None, device: torch.device) -> KeyMask:
+        queries = range(request.seq_len - (request.stop - request.start), request.seq_len)
+        return KeyMask.of(self.params, queries, keys, None if ranges is None else ranges[request.row], device)
+
+    def _fused(self, q_NHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, mask: KeyMask) -> Tensor:
         """torch's own kernel, for plain masks."""
         n, keys = len(q_NHD), len(k_LKD)
-        top_left_is_bottom_right = self.params.causal and n == keys and self.params.sliding_window is None
-        all_visible = n == 1 or not (self.params.causal or self.params.sliding_window)
-        mask = None
-        if not (top_left_is_bottom_right or all_visible):
-            mask = self._visible(range(n), n, keys, first, seq_len, q_NHD.device)
+        limited = self.params.sliding_window or self.params.attention_chunk_size or mask.ranges_G2 is not None
+        top_left_is_bottom_right = self.params.causal and n == keys and not limited
+        all_visible = not limited and (n == 1 or not self.params.causal)
         out_1HND = F.scaled_dot_product_attention(
             q_NHD.transpose(0, 1)[None], k_LKD.transpose(0, 1)[None], v_LKD.transpose(0, 1)[None],
-            attn_mask=mask, is_causal=top_left_is_bottom_right and n > 1, scale=self.params.scale,
+            attn_mask=None if top_left_is_bottom_right or all_visible else mask.visible(),
+            is_causal=top_left_is_bottom_right and n > 1, scale=self.params.scale,
             enable_gqa=self.params.num_heads != self.params.num_kv_heads,
         )  # fmt: skip
         return out_1HND[0].transpose(0, 1)
@@ -161,21 +185,17 @@ class TorchSDPAImpl(StandardImpl):
         return (slice(i, min(i + step, queries)) for i in range(0, queries, step))
 
     def _explicit(
-        self, q_NHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, part: slice, first: int, seq_len: int,
-        tensors: OptionalTensors,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Softmax written out in float32: output [N, H, D] and LSE [N, H] of the queries ``part``."""
-        queries, keys = range(part.start, part.stop), len(k_LKD)
+        self, q_NHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, mask: KeyMask, tensors: OptionalTensors
+    ) -> tuple[Tensor, Tensor]:
+        """Softmax written out in float32: output [N, H, D] and LSE [N, H]."""
         groups = self.params.num_heads // self.params.num_kv_heads
         k_HLD, v_HLD = (x.float().repeat_interleave(groups, 1).transpose(0, 1) for x in (k_LKD, v_LKD))
-        s_HNL = q_NHD[part].float().transpose(0, 1) @ k_HLD.transpose(1, 2) * self.params.scale
+        s_HNL = q_NHD.float().transpose(0, 1) @ k_HLD.transpose(1, 2) * self.params.scale
         if cap := self.params.logits_soft_cap:
             s_HNL = cap * torch.tanh(s_HNL / cap)
         if tensors.alibi_slopes is not None:
-            distance_NL = self._distance(queries, len(q_NHD), keys, first, seq_len, q_NHD.device)
-            s_HNL = s_HNL + tensors.alibi_slopes.view(-1, 1, 1) * distance_NL
-        visible_NL = self._visible(queries, len(q_NHD), keys, first, seq_len, q_NHD.device)
-        return self._softmax_times(s_HNL.masked_fill(~visible_NL, -torch.inf), v_HLD, tensors.sinks)
+            s_HNL = s_HNL - tensors.alibi_slopes.view(-1, 1, 1) * mask.distance()
+        return self._softmax_times(s_HNL.masked_fill(~mask.visible(), -torch.inf), v_HLD, tensors.sinks)
 
     @staticmethod
     def _softmax_times(s_HNL: Tensor, v_HLD: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -185,22 +205,6 @@ class TorchSDPAImpl(StandardImpl):
         shift_HN = torch.where(lse_HN == -torch.inf, 0.0, lse_HN)
         p_HNL = (s_HNL - shift_HN.unsqueeze(-1)).exp()
         return (p_HNL @ v_HLD).transpose(0, 1), lse_HN.transpose(0, 1)
-
-    @staticmethod
-    def _distance(
-        queries: range, n: int, keys: int, first: int, seq_len: int, device: torch.device
-    ) -> Tensor:
-        """Key position minus query position, [N, L]; queries end where the keys end."""
-        q_N = torch.arange(queries.start, queries.stop, device=device) + (seq_len - n)
-        return torch.arange(first, first + keys, device=device) - q_N.unsqueeze(1)
-
-    def _visible(
-        self, queries: range, n: int, keys: int, first: int, seq_len: int, device: torch.device
-    ) -> Tensor:
-        distance_NL = self._distance(queries, n, keys, first, seq_len, device)
-        visible = distance_NL <= 0 if self.params.causal else torch.ones_like(distance_NL, dtype=torch.bool)
-        window = self.params.sliding_window
-        return visible if window is None else visible & (distance_NL > -window)
 
 
 class TorchSDPABackend(FullFeaturedBackend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ def check(
     slow: Annotated[bool, typer.Option("--slow", help="Also build AOTInductor packages.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write the report as an HTML page.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write the matrix to its section of this Markdown page.")
+    ] = None,
 ) -> None:
     """Check a backend against its claims: numerics, refusals, cache writes, plans, compilation, ...
 
@@ -40,6 +44,7 @@ def check(
     """
     with user_errors(), _importable_from_here(backend):
         from attnbackend.testing.conformance import check_backend, report_html
+        from attnbackend.testing.conformance.page import write_section
 
         device = check_choice("--device", device, ("cpu", "cuda"))
         with _progress(backend) as on_progress:
@@ -49,9 +54,17 @@ def check(
             )  # fmt: skip
         if html is not None:
             html.write_text(report_html(report))
+        if page is not None:
+            write_section(page, report, _command(backend, device, quick, page))
     typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
     if not report.ok:
         raise typer.Exit(EXIT_NOT_POSSIBLE)
+
+
+def _command(backend: str, device: str, quick: bool, page: Path) -> str:
+    interpreted = ["TRITON_INTERPRET=1"] * (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    options = ["--quick"] * quick + ["--device cuda"] * (device == "cuda")
+    return " ".join([*interpreted, "attnbackend check", backend, *options, "--page", str(page)])
 
 
 @contextmanager

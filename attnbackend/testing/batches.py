@@ -308,7 +308,7 @@ def _ranges(case: AttentionCase, device: torch.device) -> Tensor | None:
     """int32 [R, G, 2]; empty ranges fill the rest."""
     if case.bidirectional_ranges is None:
         return None
-    most = max(1, *(len(ranges) for ranges in case.bidirectional_ranges))
+    most = max(2, *(len(ranges) for ranges in case.bidirectional_ranges))
     ranges_RG2 = torch.tensor([0, 0], dtype=torch.int32).repeat(case.num_rows, most, 1)
     for row, ranges in enumerate(case.bidirectional_ranges):
         for place, (start, end) in enumerate(ranges):

@@ -12,7 +12,7 @@ from attnbackend.types import AttentionType
 
 __all__ = ["AttentionCase", "Probe"]
 
-Probe = Literal["window_edge", "newest_key", "soft_cap", "value_is_head"]
+Probe = Literal["window_edge", "chunk_edge", "newest_key", "soft_cap", "value_is_head"]
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -91,6 +91,11 @@ class AttentionCase:
         """Context plus query tokens of each request, padded rows left out."""
         pairs = zip(self.context_lens, self.query_lens, strict=True)
         return tuple(context + query for context, query in pairs)
+
+    @property
+    def writes_new_tokens(self) -> bool:
+        """Whether the tokens that bring queries bring keys for the cache too."""
+        return self.attn_type is AttentionType.DECODER
 
     @property
     def num_rows(self) -> int:
@@ -188,10 +193,16 @@ def _check_kind(case: AttentionCase) -> None:
 
 
 def _check_probe(case: AttentionCase) -> None:
-    window = case.sliding_window
+    window, chunk = case.sliding_window, case.attention_chunk_size
+    longest = max(case.seq_lens, default=0)
     if case.probe == "soft_cap" and not case.logits_soft_cap > 0:
         raise ValueError(f'probe="soft_cap" needs logits_soft_cap > 0, got {case.logits_soft_cap}')
-    if case.probe == "window_edge" and (window is None or window >= max(case.seq_lens, default=0)):
+    if case.probe == "chunk_edge" and (chunk is None or chunk >= longest):
+        raise ValueError(
+            f'probe="chunk_edge" needs a sequence longer than a chunk, got attention_chunk_size={chunk} '
+            f"and seq_lens={case.seq_lens}"
+        )
+    if case.probe == "window_edge" and (window is None or window >= longest):
         raise ValueError(
             f'probe="window_edge" needs a sequence longer than the window, got sliding_window='
             f"{window} and seq_lens={case.seq_lens}"

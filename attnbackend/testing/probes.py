@@ -36,9 +36,10 @@ def apply_probe(case: AttentionCase, sequence: SequenceData) -> None:
     """Change ``sequence`` in place as ``case.probe`` says; nothing for None.
 
     Raises:
-        ValueError: ``window_edge`` or ``newest_key`` under a soft-cap that flattens their logits.
+        ValueError: ``window_edge``, ``chunk_edge`` or ``newest_key`` under a soft-cap that flattens their
+            logits.
     """
-    if case.probe in ("window_edge", "newest_key") and 0 < case.logits_soft_cap < EDGE_LOGIT:
+    if case.probe in ("window_edge", "chunk_edge", "newest_key") and 0 < case.logits_soft_cap < EDGE_LOGIT:
         raise ValueError(
             f'probe="{case.probe}" plants logits of {EDGE_LOGIT}, which logits_soft_cap='
             f"{case.logits_soft_cap} would flatten; use 0 or at least {EDGE_LOGIT}"
@@ -50,6 +51,8 @@ def apply_probe(case: AttentionCase, sequence: SequenceData) -> None:
         sequence.q_NHD.mul_(case.logits_soft_cap)
     elif case.probe == "window_edge":
         _window_edge(case, sequence)
+    elif case.probe == "chunk_edge":
+        _chunk_edge(case, sequence)
     elif case.probe == "newest_key":
         _newest_key(case, sequence)
 
@@ -68,7 +71,18 @@ def _window_edge(case: AttentionCase, sequence: SequenceData) -> None:
     Other tokens of the request keep their unit-normal data.
     """
     assert case.sliding_window is not None
-    outside = sequence.k_LKD.shape[0] - 1 - case.sliding_window
+    _plant_edge(case, sequence, sequence.k_LKD.shape[0] - 1 - case.sliding_window)
+
+
+def _chunk_edge(case: AttentionCase, sequence: SequenceData) -> None:
+    """As `_window_edge`, for the first key of the newest token's chunk."""
+    assert case.attention_chunk_size is not None
+    newest = sequence.k_LKD.shape[0] - 1
+    _plant_edge(case, sequence, newest // case.attention_chunk_size * case.attention_chunk_size - 1)
+
+
+def _plant_edge(case: AttentionCase, sequence: SequenceData, outside: int) -> None:
+    """A matching key on each side of an edge, ``outside`` the last position that is not seen."""
     if outside >= 0:
         _plant(case, sequence, outside, -EDGE_VALUE)
         _plant(case, sequence, outside + 1, EDGE_VALUE)

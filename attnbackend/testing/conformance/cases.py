@@ -15,6 +15,7 @@ from attnbackend.testing.cases import AttentionCase
 from attnbackend.testing.conformance.batch_shapes import BATCHES, LARGE_BATCHES, MIXED
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.features import Feature, claimed_features
+from attnbackend.testing.conformance.kinds import fit_to_batch
 from attnbackend.testing.conformance.sizes import pick_size
 
 __all__ = ["CaseGenerator", "config_of"]
@@ -59,7 +60,7 @@ class CaseGenerator:
         if claimed is None:
             return
         lengths = {**BATCHES, **LARGE_BATCHES}[batch]
-        fields = {**self.base, **claimed.changes, **lengths, **changes}
+        fields = fit_to_batch({**self.base, **claimed.changes, **lengths, **changes})
         fields["lse"] = bool(fields["lse"] and self.backend.supports_lse())
         if _goes_together(fields) and self._is_claimed(attention := AttentionCase(**fields)):
             yield ConformanceCase(id=f"{feature}-{batch}", feature=claimed.claim, attention=attention)
@@ -96,10 +97,10 @@ class CaseGenerator:
 
 
 def _goes_together(fields: dict[str, Any]) -> bool:
-    if fields.get("probe") != "window_edge":
-        return True
     longest = max(a + b for a, b in zip(fields["query_lens"], fields["context_lens"], strict=True))
-    return longest > fields["sliding_window"]
+    edges = {"window_edge": "sliding_window", "chunk_edge": "attention_chunk_size"}
+    edge = edges.get(fields.get("probe") or "")
+    return edge is None or longest > fields[edge]
 
 
 def config_of(case: AttentionCase, device_type: str, /, **changes: Any) -> AttentionSelectorConfig:
@@ -108,7 +109,9 @@ def config_of(case: AttentionCase, device_type: str, /, **changes: Any) -> Atten
     fields: dict[str, Any] = {
         "device_type": device_type, "head_size": case.head_size, "num_heads": case.num_heads,
         "num_kv_heads": case.num_kv_heads, "dtype": case.dtype, "kv_cache_dtype": case.kv_cache_dtype,
-        "block_size": case.block_size, "causal": case.causal, "sliding_window": case.sliding_window,
+        "block_size": case.block_size, "attn_type": case.attn_type, "causal": case.causal,
+        "sliding_window": case.sliding_window, "attention_chunk_size": case.attention_chunk_size,
+        "has_bidirectional_ranges": case.bidirectional_ranges is not None,
         "logits_soft_cap": case.logits_soft_cap, "has_alibi": case.use_alibi, "has_sinks": case.use_sinks,
         "needs_lse": case.lse, "per_head_quant_scales": any(isinstance(s, tuple) for s in scales),
     }  # fmt: skip

@@ -10,8 +10,9 @@ import torch
 
 from attnbackend.backend import AttentionBackend
 from attnbackend.kv_cache import KV_CACHE_DTYPES
+from attnbackend.testing.conformance.kinds import SPANS
 from attnbackend.testing.conformance.sizes import probing_sizes
-from attnbackend.types import KVCacheLayout, describe
+from attnbackend.types import AttentionType, KVCacheLayout, describe
 
 __all__ = ["Feature", "claimed_features"]
 
@@ -27,11 +28,20 @@ class Feature:
     needs: tuple[str, ...] = ()
     """Boolean claims without which the case makes no sense."""
 
+    def is_claimed_by(self, backend: type[AttentionBackend]) -> bool:
+        kind = self.changes.get("attn_type", AttentionType.DECODER)
+        return backend.supports_attn_type(kind) and all(getattr(backend, claim) for claim in self.needs)
+
 
 _WINDOW = ("supports_sliding_window",)
 _CAP = ("supports_logits_soft_cap",)
 _SINKS = ("supports_sinks",)
 _FULL = ("supports_non_causal",)
+_ALIBI = ("supports_alibi",)
+_CHUNKS = ("supports_attention_chunks",)
+_RANGES = ("supports_bidirectional_ranges",)
+_ENCODER: dict[str, Any] = {"attn_type": AttentionType.ENCODER_ONLY, "causal": False}
+_CROSS: dict[str, Any] = {"attn_type": AttentionType.ENCODER_DECODER, "causal": False}
 
 _FIXED = (
     Feature("plain", "plain"),
@@ -48,20 +58,43 @@ _FIXED = (
     Feature("window_wider_than_all", "sliding_window", {"sliding_window": 4096}, _WINDOW),
     Feature("soft_cap", "logits_soft_cap", {"logits_soft_cap": 5.0, "probe": "soft_cap"}, _CAP),
     Feature("soft_cap_after_scale", "logits_soft_cap", {"logits_soft_cap": 2.0, "scale": 0.7}, _CAP),
-    Feature("alibi", "alibi", {"use_alibi": True}, ("supports_alibi",)),
+    Feature("alibi", "alibi", {"use_alibi": True}, _ALIBI),
     Feature("sinks", "sinks", {"use_sinks": True}, _SINKS),
     Feature("not_causal", "non_causal", {"causal": False}, _FULL),
     Feature("not_causal_window", "non_causal", {"causal": False, "sliding_window": 7}, _FULL + _WINDOW),
+    Feature("not_causal_alibi", "non_causal", {"causal": False, "use_alibi": True}, _FULL + _ALIBI),
+    Feature("chunks", "attention_chunks", {"attention_chunk_size": 7}, _CHUNKS),
+    Feature("chunk_edge", "attention_chunks", {"attention_chunk_size": 7, "probe": "chunk_edge"}, _CHUNKS),
+    Feature("chunks_of_one", "attention_chunks", {"attention_chunk_size": 1}, _CHUNKS),
+    Feature("chunks_wider_than_all", "attention_chunks", {"attention_chunk_size": 4096}, _CHUNKS),
+    Feature("ranges", "bidirectional_ranges", {"bidirectional_ranges": SPANS}, _RANGES),
+    Feature(
+        "ranges_over_window", "bidirectional_ranges", {"bidirectional_ranges": SPANS, "sliding_window": 3},
+        _RANGES + _WINDOW,
+    ),
+    Feature(
+        "ranges_over_chunks", "bidirectional_ranges",
+        {"bidirectional_ranges": SPANS, "attention_chunk_size": 5}, _RANGES + _CHUNKS,
+    ),
+    Feature("encoder_only", "encoder", _ENCODER, _FULL),
+    Feature("encoder", "encoder", {**_ENCODER, "attn_type": AttentionType.ENCODER}, _FULL),
+    Feature("encoder_causal", "encoder", {**_ENCODER, "causal": True}),
+    Feature("encoder_window", "encoder", {**_ENCODER, "sliding_window": 4}, _FULL + _WINDOW),
+    Feature("encoder_alibi", "encoder", {**_ENCODER, "use_alibi": True}, _FULL + _ALIBI),
+    Feature("encoder_strided", "encoder", {**_ENCODER, "strided_tensors": True}, _FULL),
+    Feature("encoder_sinks", "encoder", {**_ENCODER, "use_sinks": True}, _FULL + _SINKS),
+    Feature("cross", "cross", _CROSS, _FULL),
+    Feature("cross_soft_cap", "cross", {**_CROSS, "logits_soft_cap": 3.0}, _FULL + _CAP),
     Feature("layers_interleaved", "memory", {"num_layers": 3}),
     Feature("keys_before_values", "memory", {"kv_outermost": True}),
     Feature("strided_tensors", "memory", {"strided_tensors": True}),
-)
+)  # fmt: skip
 
 
 def claimed_features(backend: type[AttentionBackend]) -> Iterator[Feature]:
     """Every feature that the backend's claims ask for, in a fixed order."""
     for feature in _FIXED:
-        if all(getattr(backend, claim) for claim in feature.needs):
+        if feature.is_claimed_by(backend):
             yield feature
     yield _everything(backend)
     if KVCacheLayout.HND in backend.supported_layouts:

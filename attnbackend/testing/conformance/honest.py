@@ -57,8 +57,14 @@ class HonestImpl(StandardImpl):
     ) -> None:  # fmt: skip
         batch = attn_metadata.common
         at = self.places(batch, len(query))
-        k_TLKD, v_TLKD = (self.gather(kv_cache, side, batch.block_table, at, tensors) for side in (0, 1))
-        visible_TL = self.visible(at, k_TLKD.shape[1])
+        if self.params.attn_type.keeps_no_cache:
+            assert key is not None
+            assert value is not None
+            k_TLKD, v_TLKD = (self.own_keys(x, at, batch.query_start_loc) for x in (key, value))
+            k_TLKD = self.dequantize(k_TLKD, tensors.k_scale, 0)
+        else:
+            k_TLKD, v_TLKD = (self.gather(kv_cache, side, batch.block_table, at, tensors) for side in (0, 1))
+        visible_TL = self.visible(at, k_TLKD.shape[1], tensors)
         s_THL = self.bias(self.cap(self.logits(query, k_TLKD)), at, tensors)
         s_THL = s_THL.masked_fill(~visible_TL.unsqueeze(1), -torch.inf)
         lse_TH = self.log_sum_exp(s_THL, at, tensors)
@@ -76,6 +82,11 @@ class HonestImpl(StandardImpl):
         bits = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
         x_TLKD = bits[self.blocks(table_RW, at).long()].view(stored.dtype).flatten(1, 2).float()
         return self.dequantize(x_TLKD, tensors.k_scale if side == 0 else tensors.v_scale, side)
+
+    def own_keys(self, x_TKD: Tensor, at: Places, starts: Tensor) -> Tensor:
+        """Rows of each token's own request, which is all that an encoder sees, float32 [T, L, K, D]."""
+        own_TL = starts[at.row_T].unsqueeze(1) + torch.arange(len(x_TKD), device=x_TKD.device)
+        return x_TKD[own_TL.clamp(max=len(x_TKD) - 1).long()].float()
 
     def blocks(self, table_RW: Tensor, at: Places) -> Tensor:
         return table_RW[at.row_T]
@@ -98,19 +109,42 @@ class HonestImpl(StandardImpl):
     def bias(self, s_THL: Tensor, at: Places, tensors: OptionalTensors) -> Tensor:
         if tensors.alibi_slopes is None:
             return s_THL
-        return s_THL + tensors.alibi_slopes.view(-1, 1) * self.distance(at, s_THL.shape[-1]).unsqueeze(1)
+        away_TL = self.distance(at, s_THL.shape[-1]).abs()
+        return s_THL - tensors.alibi_slopes.view(-1, 1) * away_TL.unsqueeze(1)
 
     def distance(self, at: Places, keys: int) -> Tensor:
         """Key position minus query position, [T, L]."""
         return torch.arange(keys, device=at.row_T.device) - at.position_T.unsqueeze(1)
 
-    def visible(self, at: Places, keys: int) -> Tensor:
+    def visible(self, at: Places, keys: int, tensors: OptionalTensors) -> Tensor:
         distance_TL = self.distance(at, keys)
-        seen_TL = torch.arange(keys, device=at.row_T.device) < at.seq_len_T.unsqueeze(1)
+        there_TL = torch.arange(keys, device=at.row_T.device) < at.seq_len_T.unsqueeze(1)
+        seen_TL = there_TL & self.in_window(distance_TL) & self.in_chunk(at, keys)
         if self.params.causal:
             seen_TL = seen_TL & (distance_TL <= 0)
+        if tensors.bidirectional_ranges is not None:
+            seen_TL = seen_TL | (there_TL & self.in_range(at, keys, tensors.bidirectional_ranges))
+        return seen_TL
+
+    def in_window(self, distance_TL: Tensor) -> Tensor:
         window = self.params.sliding_window
-        return seen_TL if window is None else seen_TL & (distance_TL > -window)
+        if window is None:
+            return torch.ones_like(distance_TL, dtype=torch.bool)
+        two_sided = self.params.attn_type.keeps_no_cache and not self.params.causal
+        return (distance_TL > -window) & ((distance_TL < window) | (not two_sided))
+
+    def in_chunk(self, at: Places, keys: int) -> Tensor:
+        size, key_L = self.params.attention_chunk_size, torch.arange(keys, device=at.row_T.device)
+        if size is None:
+            return (key_L >= 0).expand(len(at.row_T), -1)
+        return key_L // size == at.position_T.unsqueeze(1) // size
+
+    def in_range(self, at: Places, keys: int, ranges_RG2: Tensor) -> Tensor:
+        """Keys of the ranges that a token's own position lies in."""
+        start_TG1, end_TG1 = ranges_RG2[at.row_T].unsqueeze(-1).unbind(2)
+        key_L, own_T11 = torch.arange(keys, device=at.row_T.device), at.position_T.view(-1, 1, 1)
+        holds_own = (own_T11 >= start_TG1) & (own_T11 < end_TG1)
+        return (holds_own & (key_L >= start_TG1) & (key_L < end_TG1)).any(1)
 
     def log_sum_exp(self, s_THL: Tensor, at: Places, tensors: OptionalTensors) -> Tensor:
         lse_TH = s_THL.logsumexp(-1)

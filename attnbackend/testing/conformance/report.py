@@ -69,7 +69,7 @@ class ConformanceReport:
 
     def __str__(self) -> str:
         shown = [o for o in self.outcomes if o.status in (Status.FAILED, Status.KNOWN)]
-        parts = [self.summary, _table(*self.matrix()), *map(str, shown), *self._skips()]
+        parts = [self.summary, _table(*self.matrix()), *map(str, shown), *self.skips()]
         return "\n".join(part for part in parts if part)
 
     @property
@@ -81,7 +81,7 @@ class ConformanceReport:
             f"({self.seconds:.1f} s, seed {self.seed}, {self.versions})"
         )
 
-    def _skips(self) -> list[str]:
+    def skips(self) -> list[str]:
         """Reasons for skipping, each once."""
         reasons = Counter((o.check, o.message) for o in self.outcomes if o.status is Status.SKIPPED)
         return [f"skipped: {check}, {n} cases: {reason}" for (check, reason), n in reasons.items()]

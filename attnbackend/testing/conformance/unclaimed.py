@@ -12,6 +12,7 @@ from attnbackend.backend import AttentionBackend
 from attnbackend.kv_cache import KV_CACHE_DTYPES
 from attnbackend.testing.cases import AttentionCase
 from attnbackend.testing.conformance.case import RefusalCase
+from attnbackend.testing.conformance.kinds import fit_to_batch
 from attnbackend.types import AttentionType, KVCacheLayout, describe
 
 __all__ = ["unclaimed"]
@@ -19,6 +20,7 @@ __all__ = ["unclaimed"]
 _FLAGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "causal": ("supports_non_causal", {"causal": False}, {}),
     "sliding_window": ("supports_sliding_window", {"sliding_window": 7}, {}),
+    "attention_chunk_size": ("supports_attention_chunks", {"attention_chunk_size": 7}, {}),
     "logits_soft_cap": ("supports_logits_soft_cap", {"logits_soft_cap": 5.0}, {}),
     "has_alibi": ("supports_alibi", {"use_alibi": True}, {}),
     "has_sinks": ("supports_sinks", {"use_sinks": True}, {}),
@@ -52,13 +54,23 @@ def unclaimed(backend: type[AttentionBackend], plain: AttentionCase) -> Iterator
     yield from _heads(backend, plain, case)
     for kind in AttentionType:
         if not backend.supports_attn_type(kind):
-            yield case("attn_type", kind.value, {}, {"attn_type": kind.value})
+            yield case("attn_type", kind.value, _of_kind(kind, plain), {})
+    if not backend.supports_bidirectional_ranges:
+        spans = tuple(((0, 1),) for _ in plain.query_lens)
+        yield case("has_bidirectional_ranges", "given", {"bidirectional_ranges": spans}, {})
     for layout in KVCacheLayout:
         if layout not in backend.supported_layouts:
             yield case("kv_cache_layout", layout.value, {}, {"kv_cache_layout": layout})
     yield case("use_mla", "other", {}, {"use_mla": not backend.is_mla})
     yield case("use_sparse", "other", {}, {"use_sparse": not backend.is_sparse})
     yield case("device_type", "nowhere", {}, {"device_type": "nowhere", "compute_capability": None})
+
+
+def _of_kind(kind: AttentionType, plain: AttentionCase) -> dict[str, Any]:
+    """Changes after which a case is of another kind of attention, and contradicts itself in nothing."""
+    crosses = kind is AttentionType.ENCODER_DECODER
+    lengths = {"query_lens": plain.query_lens, "context_lens": plain.context_lens}
+    return fit_to_batch({**lengths, "attn_type": kind, "causal": not crosses})
 
 
 def _first(values: Iterable[Any], claimed: Callable[[Any], bool]) -> Iterator[Any]:

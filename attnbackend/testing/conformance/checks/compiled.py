@@ -35,6 +35,9 @@ class Compiled(Check):
             ("plain", PADDED),
             ("layers_interleaved", DECODE),
             (fp8, DECODE),
+            ("ranges_over_chunks", MIXED),
+            ("encoder_window", MIXED),
+            ("cross", PADDED),
             **unwritten,
         )
         for case in generate.case("plain", DECODE, spare_blocks=64, **unwritten):

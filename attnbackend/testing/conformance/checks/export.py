@@ -30,7 +30,8 @@ class Export(Check):
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
         unwritten = {"new_tokens_written": False}
-        yield from generate.some(("everything", MIXED), ("plain", PADDED), **unwritten)
+        yield from generate.some(("everything", MIXED), ("plain", PADDED), ("ranges", MIXED), **unwritten)
+        yield from generate.some(("encoder_only", MIXED), ("cross", DECODE), **unwritten)
         for case in generate.case("plain", DECODE, **unwritten):
             yield replace(case, id="aotinductor")
 

@@ -17,6 +17,7 @@ from attnbackend.testing.conformance.bits import differing, same_bits
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
+from attnbackend.testing.conformance.kinds import resized
 from attnbackend.testing.conformance.outcome import Skipped
 from attnbackend.testing.conformance.planned import (
     GROUP,
@@ -52,7 +53,7 @@ class Graphs(Check):
     proves = "A CUDA graph captured at the claimed level gives eager's bits when replayed on other contents."
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
-        for feature in ("plain", "everything", "no_lse"):
+        for feature in ("plain", "everything", "no_lse", "chunks", "ranges", "encoder_only", "cross"):
             for case in generate.case(feature, "decode"):
                 yield replace(case, id=f"{feature}-captured")
 
@@ -69,11 +70,9 @@ class Graphs(Check):
 def _sized(subject: Subject, case: AttentionCase, lengths: dict[str, Any]) -> PagedBatch:
     """All batches of a case with caches of one size, so that contents can be exchanged."""
     blocks = sum(-(-n // case.block_size) for n in (200,))
-    used = sum(
-        -(-(a + b) // case.block_size)
-        for a, b in zip(lengths["query_lens"], lengths["context_lens"], strict=True)
-    )
-    return subject.batch(replace(case, **{"spare_blocks": blocks + 40 - used, **lengths}))
+    case = resized(case, lengths)
+    used = sum(-(-n // case.block_size) for n in case.seq_lens)
+    return subject.batch(replace(case, spare_blocks=blocks + 40 - used))
 
 
 def _capture_and_replay(subject: Subject, captured: PagedBatch, replayed: PagedBatch) -> Sequence[str]:
@@ -117,8 +116,9 @@ def _capture(subject: Subject, batch: PagedBatch, buffers: PersistentBatch) -> t
 
 
 def _exchange(static: PagedBatch, batch: PagedBatch) -> None:
-    for name in ("query", "key", "value"):
-        getattr(static, name).copy_(getattr(batch, name))
+    for name in ("query", "key", "value", "bidirectional_ranges"):
+        if getattr(static, name) is not None:
+            getattr(static, name).copy_(getattr(batch, name))
     static.kv_buffer.view(torch.uint8).copy_(batch.kv_buffer.view(torch.uint8))
 
 

@@ -25,7 +25,8 @@ class OpCheck(Check):
         fp8 = next((n for n in generate.features if "float32_cache_fp8" in n), "hnd")
         yield from generate.some(
             ("everything", MIXED), ("no_lse", PADDED), ("plain", "one_token"), ("strided_tensors", DECODE),
-            ("layers_interleaved", DECODE), (fp8, DECODE),
+            ("layers_interleaved", DECODE), (fp8, DECODE), ("ranges_over_window", MIXED), ("chunks", DECODE),
+            ("encoder_only", MIXED), ("cross", DECODE),
         )  # fmt: skip
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
@@ -34,6 +35,8 @@ class OpCheck(Check):
             ("forward", subject.forward, subject.forward_args),
             ("kv_cache_update", subject.write, subject.write_args),
         ):
+            if op is subject.write and not case.attention.writes_new_tokens:
+                continue
             args, kwargs = arguments(_comparable(subject.batch(case.attention)))
             results = torch.library.opcheck(op, args, kwargs, raise_exception=False)
             findings += [

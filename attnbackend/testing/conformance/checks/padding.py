@@ -18,6 +18,7 @@ from attnbackend.testing.conformance.subject import Subject
 
 __all__ = ["Padding"]
 
+_KINDS = ("ranges_over_window", "chunks", "encoder_only", "cross")
 _POISONS = {"NaN": torch.nan, "+inf": torch.inf, "-inf": -torch.inf}
 
 
@@ -28,7 +29,7 @@ class Padding(Check):
     )
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
-        for feature in ("plain", "no_lse", "sinks", "everything", "not_causal"):
+        for feature in ("plain", "no_lse", "sinks", "everything", "not_causal", *_KINDS):
             for batch in (PADDED, "graph_padding_requests", "zero_length_rows", "mixed"):
                 if batch != "mixed" or feature in ("plain", "not_causal"):
                     yield from generate.case(feature, batch)
@@ -57,6 +58,8 @@ def _unowned(batch: PagedBatch) -> Tensor:
     """bool [B, S]: tokens of the cache that no request owns."""
     size = batch.kv_cache.shape[2]
     owned = torch.zeros(batch.kv_cache.shape[0] * size, dtype=torch.bool)
+    if batch.case.attn_type.keeps_no_cache:
+        return ~owned.view(-1, size)
     for row, length in enumerate(batch.seq_lens.tolist()):
         positions = torch.arange(length)
         blocks = batch.block_table[row].cpu().long()[positions // size]

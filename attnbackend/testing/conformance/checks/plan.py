@@ -15,6 +15,7 @@ from attnbackend.testing.conformance.bits import differing, same_bits
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
+from attnbackend.testing.conformance.kinds import resized
 from attnbackend.testing.conformance.planned import (
     GROUP,
     PersistentBatch,
@@ -40,11 +41,12 @@ class Plan(Check):
             if batch != MIXED:
                 yield from generate.case("plain", batch)
         yield from generate.some(("everything", "decode"), ("everything", "chunked_prefill"))
+        yield from generate.some(("chunks", "decode"), ("encoder_only", "prefill"), ("cross", "decode"))
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
         small = subject.batch(case.attention)
         padding = {"num_padded_rows": 0, "num_padded_tokens": 0}
-        large = subject.batch(replace(case.attention, probe=None, **{**LARGEST, **padding}))
+        large = subject.batch(resized(replace(case.attention, probe=None), {**LARGEST, **padding}))
         buffers = PersistentBatch.for_batches([large, small], subject.device)
         builder = make_builder(subject, case.attention, buffers.limits)
         findings: list[str] = []

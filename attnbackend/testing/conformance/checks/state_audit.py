@@ -23,16 +23,19 @@ class StateAudit(Check):
         fp8 = next((n for n in generate.features if "float32_cache_fp8" in n), "hnd")
         yield from generate.some(
             ("plain", MIXED), ("everything", PADDED), ("hnd", DECODE), ("layers_interleaved", DECODE),
-            ("strided_tensors", MIXED), (fp8, DECODE), new_tokens_written=False,
+            ("strided_tensors", MIXED), (fp8, DECODE), ("ranges", MIXED), ("encoder_only", PADDED),
+            ("cross", MIXED), new_tokens_written=False,
         )  # fmt: skip
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
         batch = subject.batch(case.attention)
-        write = audit_op(subject.write, *subject.write_args(batch))
+        findings: list[str] = []
+        if case.attention.writes_new_tokens:
+            findings += _faults("kv_cache_update", audit_op(subject.write, *subject.write_args(batch)))
         # A second batch: the writer leaves the first one's slots written.
         written = subject.batch(replace(case.attention, new_tokens_written=True))
         forward = audit_op(subject.forward, *subject.forward_args(written))
-        return [*_faults("kv_cache_update", write), *_faults("forward", forward)]
+        return [*findings, *_faults("forward", forward)]
 
 
 def _faults(what: str, report: AuditReport) -> Iterator[str]:

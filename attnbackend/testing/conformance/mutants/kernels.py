@@ -24,12 +24,12 @@ __all__ = ["KERNEL_MUTANTS"]
 class _WithWindow(HonestImpl):
     wrong: Any = staticmethod(lambda window: window)
 
-    def visible(self, at: Places, keys: int) -> Tensor:
+    def visible(self, at: Places, keys: int, tensors: OptionalTensors) -> Tensor:
         honest = self.params
         window = honest.sliding_window
         self.params = replace(honest, sliding_window=None if window is None else self.wrong(window))
         try:
-            return super().visible(at, keys)
+            return super().visible(at, keys, tensors)
         finally:
             self.params = honest
 
@@ -55,9 +55,9 @@ class StalePage(HonestImpl):
 
 
 class NewestKeyMissing(HonestImpl):
-    def visible(self, at: Places, keys: int) -> Tensor:
+    def visible(self, at: Places, keys: int, tensors: OptionalTensors) -> Tensor:
         own_TL = self.distance(at, keys) == 0
-        return super().visible(at, keys) & ~(own_TL & (at.position_T > 0).unsqueeze(1))
+        return super().visible(at, keys, tensors) & ~(own_TL & (at.position_T > 0).unsqueeze(1))
 
 
 class HeadsInterleaved(HonestImpl):
@@ -142,8 +142,8 @@ class TopLeft(HonestImpl):
 
 
 class AlwaysCausal(HonestImpl):
-    def visible(self, at: Places, keys: int) -> Tensor:
-        return super().visible(at, keys) & (self.distance(at, keys) <= 0)
+    def visible(self, at: Places, keys: int, tensors: OptionalTensors) -> Tensor:
+        return super().visible(at, keys, tensors) & (self.distance(at, keys) <= 0)
 
 
 class KeyScaleTwice(HonestImpl):
@@ -224,9 +224,9 @@ class ReadsNewTokensOnly(HonestImpl):
         self.context_T = (batch.seq_lens - batch.query_start_loc.diff())[at.row_T]
         return at
 
-    def visible(self, at: Places, keys: int) -> Tensor:
+    def visible(self, at: Places, keys: int, tensors: OptionalTensors) -> Tensor:
         new_TL = torch.arange(keys, device=at.row_T.device) >= self.context_T.unsqueeze(1)
-        return super().visible(at, keys) & new_TL
+        return super().visible(at, keys, tensors) & new_TL
 
 
 class NeedsKey(HonestImpl):

@@ -1,0 +1,57 @@
+"""A Markdown page with one section a backend and device, each replaced when that backend is checked again."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from attnbackend.testing.conformance.outcome import Status
+from attnbackend.testing.conformance.report import ConformanceReport
+
+__all__ = ["report_section", "write_section"]
+
+_HEAD = """# What each backend does
+
+Rows are what a backend claims, columns what was checked (see [conformance.md](conformance.md)); a cell counts
+cases. Each section is written by the command that it shows.
+"""
+
+
+def report_section(report: ConformanceReport, command: str) -> str:
+    """The report as Markdown, without what differs from run to run.
+
+    Args:
+        report: of one backend on one device.
+        command: what a reader runs to write the section again.
+    """
+    counts = ", ".join(f"{report.count(status)} {status}" for status in Status if report.count(status))
+    verdict = "Conforms" if report.ok else "Does not conform"
+    parts = [
+        f"## {report.backend} on {_hardware(report.device)}",
+        f"`{command}`",
+        f"{verdict}: {counts}; torch {torch.__version__.partition('+')[0]}.",
+        _table(*report.matrix()),
+        "\n".join(f"- {line}" for line in report.skips()),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def write_section(page: Path, report: ConformanceReport, command: str) -> None:
+    """Puts the section in its place by the alphabet, in place of an older one; creates the page."""
+    text = page.read_text() if page.exists() else ""
+    mark = f"{report.backend} {report.device}"
+    sections = dict(re.findall(r"<!-- (\S+ \S+) -->\n(.*?)\n(?=<!-- |\Z)", text, re.DOTALL))
+    sections[mark] = report_section(report, command).rstrip() + "\n"
+    body = "\n".join(f"<!-- {name} -->\n{sections[name].rstrip()}\n" for name in sorted(sections))
+    page.write_text(f"{_HEAD}\n{body}")
+
+
+def _hardware(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "a CPU"
+
+
+def _table(checks: list[str], rows: dict[str, list[str]]) -> str:
+    lines = [["", *checks], ["---"] * (len(checks) + 1), *([claim, *cells] for claim, cells in rows.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,65 @@
+"""The page of matrices: written section by section, and of the cases that there are."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from attnbackend import resolve_backend
+from attnbackend.testing.conformance import CHECKS, check_backend
+from attnbackend.testing.conformance.cases import CaseGenerator
+from attnbackend.testing.conformance.page import report_section, write_section
+
+PAGE = Path(__file__).parents[1] / "docs" / "conformance-matrix.md"
+SECTION = re.compile(r"<!-- (\S+) (\S+) -->\n(.*?)(?=\n<!-- |\Z)", re.DOTALL)
+
+
+def test_a_section_replaces_its_older_self_and_leaves_the_others(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    for name in ("TORCH_SDPA", "CPU_ATTN", "TORCH_SDPA"):
+        report = check_backend(name, only=["determinism"])
+        write_section(page, report, f"attnbackend check {name}")
+    text = page.read_text()
+    assert re.findall("<!-- (.*) -->", text) == ["CPU_ATTN cpu", "TORCH_SDPA cpu"]
+    assert text.count("# What each backend does") == 1
+    assert "`attnbackend check CPU_ATTN`" in text
+    write_section(page, report, "attnbackend check TORCH_SDPA")
+    assert page.read_text() == text
+
+
+def test_a_section_says_what_failed() -> None:
+    report = check_backend(
+        "attnbackend.testing.conformance.honest.HonestBackend", only=["determinism"], case="plain*"
+    )
+    assert "Conforms: 2 passed" in report_section(report, "x")
+
+
+def sections() -> list[tuple[str, str, str]]:
+    return SECTION.findall(PAGE.read_text())
+
+
+@pytest.mark.parametrize(("name", "device", "text"), sections(), ids=lambda x: x if len(x) < 20 else "")
+def test_the_page_shows_the_cases_of_today_s_claims(name: str, device: str, text: str) -> None:
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
+    (_, *checks), _, *rows = table
+    shown = Counter(
+        {
+            (claim, check): int(cell.split()[1])
+            for claim, *cells in rows
+            for check, cell in zip(checks, cells, strict=True)
+            if cell
+        }
+    )
+    generate = CaseGenerator(resolve_backend(name), device, quick="--quick" in text)
+    planned = Counter(
+        (case.feature, check.name) for check in CHECKS.values() for case in check.cases(generate)
+    )
+    assert shown == planned, f"claims or cases changed: run the command of {name} on {device} in {PAGE.name}"
+    assert "Does not conform" not in text
