@@ -172,9 +172,19 @@ class TransformersModel:
     def compile(self, backend: str | None) -> None:
         """Compiles each decoder layer for serving; equal layers share one compilation."""
         self.compiler = make_compiler(backend)
-        run = torch.compile(with_own_code(run_module), backend=self.compiler, dynamic=True, fullgraph=True)
+        runs: dict[Any, Callable[..., Any]] = {}
         for layer in _decoder_layers(self._modules, self.model):
-            set_compiled_call(layer, _CompiledLayer(run, layer))
+            kind = self._kind_of(layer)
+            if kind not in runs:
+                runs[kind] = torch.compile(
+                    with_own_code(run_module), backend=self.compiler, dynamic=True, fullgraph=True
+                )
+            set_compiled_call(layer, _CompiledLayer(runs[kind], layer))
+
+    def _kind_of(self, layer: nn.Module) -> tuple[Any, ...]:
+        """Layers of a kind compile alike; Dynamo counts recompilations for each kind by itself."""
+        bound = [(m, getattr(m, _BOUND)) for m in layer.modules() if m in self._modules]
+        return tuple((b.group, b.writes_cache, m in self._sharing.values()) for m, b in bound)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, batch: BatchTensors
