@@ -116,11 +116,11 @@ def make_model(name: str, **changes: Any) -> Any:
         torch.manual_seed(7)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval().requires_grad_(False)
         for parameter_name, parameter in model.named_parameters():
-            _initialize(parameter_name, parameter)
+            initialize(parameter_name, parameter)
     return model
 
 
-def _initialize(name: str, parameter: Tensor) -> None:
+def initialize(name: str, parameter: Tensor) -> None:
     """Large enough that attention is neither uniform nor one-hot, and that sinks and biases count."""
     if "embed" in name:
         nn.init.normal_(parameter, std=0.3)
@@ -133,7 +133,7 @@ def _initialize(name: str, parameter: Tensor) -> None:
 
 
 class LogitsOf(NamedTuple):
-    """What transformers' own eager attention gives for one sequence, [L, V] each."""
+    """What transformers' own eager attention gives, [L, V] each for one sequence."""
 
     exact: Tensor
     """float64 throughout, but for the rotary angles, which are those of the float32 model."""
@@ -142,7 +142,7 @@ class LogitsOf(NamedTuple):
 
 
 class EagerReference:
-    """transformers' eager attention in float64 and in float32, over whole sequences without a cache."""
+    """transformers' eager attention in float64 and in float32, without a cache."""
 
     def __init__(self, model: Any) -> None:
         self._float32 = copy.deepcopy(model)
@@ -153,13 +153,23 @@ class EagerReference:
             module.rotary_emb = _Float32Rotary(copy.deepcopy(module.rotary_emb).float())
 
     def logits(self, token_ids: Sequence[int]) -> LogitsOf:
-        ids = torch.tensor([token_ids])
+        """Of one whole sequence."""
+        exact, eager = self.outputs("logits", input_ids=torch.tensor([token_ids]))
+        return LogitsOf(exact[0], eager[0])
+
+    def outputs(self, name: str, **inputs: Tensor) -> LogitsOf:
+        """A field of the model's output, [B, L, V], for a batch."""
+        wide = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
         with torch.no_grad():
-            eager = self._float32(input_ids=ids, use_cache=False).logits[0]
+            eager = getattr(self._float32(**inputs, **self._options), name)
             with _AlwaysDouble():
-                exact = self._float64(input_ids=ids, use_cache=False).logits[0]
+                exact = getattr(self._float64(**wide, **self._options), name)
         assert exact.dtype == torch.float64
         return LogitsOf(exact, eager)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"use_cache": False} if hasattr(self._float32.config, "use_cache") else {}
 
 
 class _AlwaysDouble(TorchFunctionMode):

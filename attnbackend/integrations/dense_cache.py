@@ -32,8 +32,8 @@ def attend_dense(
     Args:
         query: [B, H, N, D].
         key, value: [B, K, L, D].
-        mask: bool [B, L], False where padded, or int32 [B, 2, L], positions and numbers of ranges, -1 for
-            none; None where nothing is padded. Padding may be anywhere.
+        mask: bool [B, L], False where padded, or int32 [B, 1 or 2, L], positions and numbers of ranges, -1
+            for none; None where nothing is padded. Padding may be anywhere.
         features: keyword arguments of the attention op.
         attn_type: what the keys are to the queries.
 
@@ -69,8 +69,8 @@ class _Keys(NamedTuple):
     def of(cls, mask: Tensor | None) -> _Keys:
         if mask is None or mask.dtype is torch.bool:
             return cls(mask, None, None)
-        positions_BL, range_ids_BL = mask.unbind(1)
-        return cls(positions_BL >= 0, positions_BL, range_ids_BL)
+        positions_BL = mask[:, 0]
+        return cls(positions_BL >= 0, positions_BL, mask[:, 1] if mask.shape[1] > 1 else None)
 
     def check_holes(self, window: int | None) -> None:
         """A window counts positions, and padding between tokens is squeezed out."""

@@ -76,7 +76,7 @@ def visible_keys(
 
 def fit_ranges(
     visible_BNL: Tensor, q_offset: int, kv_offset: int, windows: Sequence[int | None]
-) -> Tensor | None:
+) -> Tensor | tuple[int, int]:
     """The ranges within which queries see ahead, beside causal attention with one of ``windows``.
 
     Args:
@@ -86,7 +86,8 @@ def fit_ranges(
         windows: to be tried in turn.
 
     Returns:
-        int64 [B, L], the number of each key's range and -1 outside of any; None: there are no such ranges.
+        int64 [B, L], the number of each key's range and -1 outside of any; or, where there are no such
+        ranges, a sequence and a query in it that sees something else.
     """
     p_N1, j_L = _positions(visible_BNL, q_offset, kv_offset)
     ids_BN = _ranges_ahead(visible_BNL, p_N1[:, 0], j_L)
@@ -96,9 +97,10 @@ def fit_ranges(
     together_BNL = (ids_BN.unsqueeze(2) == ids_BL.unsqueeze(1)) & (ids_BN.unsqueeze(2) >= 0)
     for window in windows:
         causal_NL = (j_L <= p_N1) if window is None else (j_L <= p_N1) & (j_L > p_N1 - window)
-        if torch.equal(causal_NL | together_BNL, visible_BNL):
+        misfits = ((causal_NL | together_BNL) != visible_BNL).any(2).nonzero()
+        if not len(misfits):
             return ids_BL
-    return None
+    return int(misfits[0, 0]), int(misfits[0, 1])
 
 
 def fit_bidirectional(

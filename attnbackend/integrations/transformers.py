@@ -25,8 +25,8 @@ from attnbackend.compiler import make_compiler
 from attnbackend.integrations.dense_cache import attend_dense
 from attnbackend.integrations.dense_masks import (
     ATTN_IMPLEMENTATION,
+    DenseMask,
     check_layer_types,
-    dense_mask,
     listener,
     make_mask,
 )
@@ -72,12 +72,18 @@ def attention_forward(
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
         out_THD = write_and_attend(q_THD, k_TKD, v_TKD, getattr(module, _BOUND), batch, **features)
         return out_THD.unsqueeze(0), None
-    features["attention_chunk_size"] = chunk_size_of(module, sliding_window)
     if isinstance(batch, Recorder):
+        features["attention_chunk_size"] = chunk_size_of(module, sliding_window)
         batch.ask(module, query, key, value, attention_mask, features)
         return torch.zeros_like(query.transpose(1, 2)), None
+    mask = DenseMask.of(attention_mask)
+    features["causal"] = features["causal"] or mask.is_causal
+    features["attention_chunk_size"] = None
     kind = _kind_of(module, query, key, features)
-    return attend_dense(query, key, value, dense_mask(attention_mask), features, kind), None
+    if kind is not AttentionType.ENCODER_DECODER:
+        features["attention_chunk_size"] = chunk_size_of(module, sliding_window)
+        features["sliding_window"] = mask.sliding_window or sliding_window
+    return attend_dense(query, key, value, mask.keys, features, kind), None
 
 
 def _kind_of(module: nn.Module, query: Tensor, key: Tensor, features: dict[str, Any]) -> AttentionType:
