@@ -56,7 +56,8 @@ def make_mask(
     """
     check_layer_types(kwargs.get("config"))
     plain = kwargs.get("allow_is_causal_skip", False) or kwargs.get("allow_is_bidirectional_skip", False)
-    if (listening := listener.get()) is not None:
+    listening = None if torch.compiler.is_compiling() else listener.get()
+    if listening is not None:
         return listening.note(_heard(mask_function, plain, kwargs))
     if not kwargs.get("allow_is_bidirectional_skip", False):
         _check_filled(q_length, kv_length, q_offset, kv_offset)
