@@ -17,6 +17,7 @@ _EXPORTS = {
     "backend": ("AttentionBackend", "KVCacheDims"),
     "compiler": ("compile", "compile_layers"),
     "config": ("Config", "get_config", "set_config"),
+    "cudagraph": ("BatchDescriptor", "CUDAGraphMode"),
     "explanation": ("Explanation", "explain"),
     "forward_context": ("ForwardContext", "get_forward_context", "set_forward_context"),
     "impl": ("AttentionImpl", "AttentionParams", "MLAAttentionImpl", "OptionalTensors"),
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from attnbackend.backend import *
     from attnbackend.compiler import *
     from attnbackend.config import *
+    from attnbackend.cudagraph import *
     from attnbackend.explanation import *
     from attnbackend.forward_context import *
     from attnbackend.impl import *

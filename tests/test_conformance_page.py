@@ -51,7 +51,7 @@ def test_the_page_shows_the_cases_of_today_s_claims(name: str, device: str, text
     (_, *checks), _, *rows = table
     shown = Counter(
         {
-            (claim, check): int(cell.split()[1])
+            (claim, check): sum(map(int, re.findall(r"\d+", cell)))
             for claim, *cells in rows
             for check, cell in zip(checks, cells, strict=True)
             if cell

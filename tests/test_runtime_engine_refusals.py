@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from runtime_toys import ByteTokenizer, ToyRunner, check_invariants, greedy_reference, toy_engine
 
+from attnbackend.cudagraph import CUDAGraphMode
 from attnbackend.runtime import Engine, EngineCore, SamplingParams
+from attnbackend.runtime.step_graphs import GraphOptions
 
 GREEDY = SamplingParams(max_tokens=4)
 
@@ -137,9 +139,10 @@ def test_engine_passes_every_option_to_the_runner_builder(monkeypatch: pytest.Mo
         "max_model_len": 40,
         "kv_cache_dtype": "fp8",
         "compile": False,
-        "cudagraph_mode": "NONE",
     }
-    engine = Engine(model, ByteTokenizer(), **options)  # type: ignore[arg-type]
+    graphs = {"cudagraph_mode": "none", "cudagraph_capture_sizes": [1, 2], "cudagraph_lazy_capture": True}
+    engine = Engine(model, ByteTokenizer(), **options, **graphs)  # type: ignore[arg-type]
+    assert seen.pop("graphs") == GraphOptions(mode=CUDAGraphMode.NONE, sizes=[1, 2], lazy=True)
     assert seen == {"model": model, **options}
     assert engine.eos_token_ids == {7, 8, 256}
     assert engine.scheduler.max_num_seqs == 3

@@ -28,7 +28,7 @@ from attnbackend.integrations.mask_patterns import (
     visible_keys,
 )
 
-__all__ = ["ATTN_IMPLEMENTATION", "MaskListener", "check_layer_types", "DenseMask", "listener", "make_mask"]
+__all__ = ["ATTN_IMPLEMENTATION", "DenseMask", "MaskListener", "check_layer_types", "listener", "make_mask"]
 
 ATTN_IMPLEMENTATION = "attnbackend"
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from attnbackend.cudagraph.modes import CUDAGraphMode
 from attnbackend.runtime.detokenizer import Tokenizer
 from attnbackend.runtime.engine_core import EngineCore
 
@@ -30,7 +31,9 @@ class Engine(EngineCore):
         max_model_len: most tokens of a request, prompt and generated; None takes the model's.
         kv_cache_dtype: "auto" for the model's dtype, or the name of another.
         compile: compile the model.
-        cudagraph_mode: how CUDA graphs are used; None takes what the backend allows.
+        cudagraph_mode: a `CUDAGraphMode` or its name; None takes what backend and device allow.
+        cudagraph_capture_sizes: batch sizes in tokens to capture graphs for; None: see `capture_sizes`.
+        cudagraph_lazy_capture: capture a graph when a batch first needs it, not before serving.
 
     Raises:
         ValueError: a value that the model, the backend or the device cannot serve.
@@ -50,9 +53,12 @@ class Engine(EngineCore):
         max_model_len: int | None = None,
         kv_cache_dtype: str = "auto",
         compile: bool = True,
-        cudagraph_mode: Any = None,
+        cudagraph_mode: CUDAGraphMode | str | None = None,
+        cudagraph_capture_sizes: Sequence[int] | None = None,
+        cudagraph_lazy_capture: bool = False,
     ) -> None:
         from attnbackend.runtime.model_runner import build_runner
+        from attnbackend.runtime.step_graphs import GraphOptions
 
         runner = build_runner(
             model,
@@ -64,7 +70,11 @@ class Engine(EngineCore):
             max_model_len=max_model_len,
             kv_cache_dtype=kv_cache_dtype,
             compile=compile,
-            cudagraph_mode=cudagraph_mode,
+            graphs=GraphOptions(
+                mode=None if cudagraph_mode is None else CUDAGraphMode.parse(cudagraph_mode),
+                sizes=cudagraph_capture_sizes,
+                lazy=cudagraph_lazy_capture,
+            ),
         )
         super().__init__(
             runner,

@@ -76,7 +76,10 @@ class EngineCore:
             max_model_len=runner.max_model_len,
             block_size=runner.block_size,
             device=runner.device,
+            padded_tokens=getattr(runner, "padded_tokens", None),
         )
+        if capture := getattr(runner, "capture_graphs", None):
+            capture(self.input_batch.padding)
         self._progress: dict[str, RequestProgress] = {}
         self._undelivered: list[StepOutput] = []
         self._num_added = 0

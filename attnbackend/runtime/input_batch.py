@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
+from attnbackend.cudagraph.dispatcher import BatchShape
 from attnbackend.runtime.batch_buffers import BlockTableBuffer, IntArray, StepBuffers
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.request_table import RequestTable
@@ -42,6 +43,7 @@ class InputBatch:
         max_model_len: most tokens of a request.
         block_size: tokens a cache block.
         device: where the model runs.
+        padded_tokens: tokens that a batch of a shape is padded to; None pads none.
     """
 
     def __init__(
@@ -52,13 +54,15 @@ class InputBatch:
         max_model_len: int,
         block_size: int,
         device: torch.device,
+        padded_tokens: Callable[[BatchShape], int] | None = None,
     ) -> None:
+        self._padded_tokens = padded_tokens
         self.block_size = block_size
         self.width = blocks_for(max_model_len, block_size)
         self.buffers = StepBuffers(max_num_seqs, max_num_tokens, device)
         self.block_table = BlockTableBuffer(max_num_seqs, self.width, device)
         self._table = RequestTable(max_num_seqs, max_model_len, self.width)
-        self._iota_T: IntArray = np.arange(max_num_tokens, dtype=np.int64)
+        self._iota_T: IntArray = np.arange(max(max_num_tokens, max_num_seqs + 1), dtype=np.int64)
         make_event = cast("Callable[[], torch.cuda.Event]", torch.cuda.Event)
         self._uploaded = make_event() if device.type == "cuda" else None
 
@@ -77,16 +81,36 @@ class InputBatch:
             scheduled: requests with the number of tokens each computes, decodes first; no more
                 requests and tokens than the buffers hold.
         """
+        rows = self._gather_rows(scheduled)
+        return self._fill(scheduled, rows, self._padding_of(rows))
+
+    def padding(self, num_tokens: int) -> PreparedBatch:
+        """A batch of ``num_tokens`` tokens of padding, which writes nothing to the cache."""
+        nothing = self._gather_rows([])
+        batch = self._fill([], nothing, num_tokens)
+        self.invalidate()
+        return batch
+
+    def _fill(self, scheduled: Sequence[ScheduledRequest], rows: _Rows, padding: int) -> PreparedBatch:
         if self._uploaded is not None:
             self._uploaded.synchronize()
-        rows = self._gather_rows(scheduled)
-        self._fill_rows(rows)
+        self._fill_rows(rows, padding)
         self._fill_tokens(rows)
         self.buffers.upload()
         self.block_table.update(self._table.blocks_HW, rows.homes_R, rows.appended)
         if self._uploaded is not None:
             self._uploaded.record()
-        return self._describe(scheduled, rows)
+        return self._describe(scheduled, rows, padding)
+
+    def _padding_of(self, rows: _Rows) -> int:
+        """Tokens of padding that the batch runs with."""
+        if self._padded_tokens is None:
+            return 0
+        shape = BatchShape(
+            int(rows.counts_R.sum()), len(rows.counts_R), int(rows.counts_R.max(initial=0)),
+            not any(rows.prefilling),
+        )  # fmt: skip
+        return self._padded_tokens(shape) - shape.num_tokens
 
     def _gather_rows(self, scheduled: Sequence[ScheduledRequest]) -> _Rows:
         homes, appended, sampled = [], [], []
@@ -106,13 +130,15 @@ class InputBatch:
             prefilling=[not request.is_decoding for request, _ in scheduled],
         )
 
-    def _fill_rows(self, rows: _Rows) -> None:
+    def _fill_rows(self, rows: _Rows, padding: int) -> None:
         buffers, num_reqs = self.buffers, len(rows.counts_R)
         assert num_reqs <= len(buffers.seq_lens_R), (num_reqs, len(buffers.seq_lens_R))
         starts_R = buffers.query_start_loc_R
         starts_R[0] = 0
         np.cumsum(rows.counts_R, out=starts_R[1 : num_reqs + 1])
-        starts_R[num_reqs + 1 :] = starts_R[num_reqs]
+        # Requests of one token, seq_len 0: kernels write zeros there, and read nothing.
+        padded_R = np.minimum(self._iota_T[1 : len(starts_R) - num_reqs], padding)
+        starts_R[num_reqs + 1 :] = starts_R[num_reqs] + padded_R
         np.add(rows.starts_R, rows.counts_R, out=buffers.seq_lens_R[:num_reqs], casting="unsafe")
         buffers.seq_lens_R[num_reqs:] = 0
         num_sampled = len(rows.sampled)
@@ -122,7 +148,7 @@ class InputBatch:
     def _fill_tokens(self, rows: _Rows) -> None:
         buffers, num_reqs = self.buffers, len(rows.counts_R)
         num_tokens = int(buffers.query_start_loc_R[num_reqs])
-        assert num_tokens <= len(self._iota_T), (num_tokens, len(self._iota_T))
+        assert num_tokens <= len(buffers.input_ids_T), (num_tokens, len(buffers.input_ids_T))
         homes_T, positions_T = rows.homes_R, rows.starts_R
         if num_tokens != num_reqs:
             offsets_R = rows.starts_R - buffers.query_start_loc_R[:num_reqs]
@@ -137,8 +163,9 @@ class InputBatch:
         _write(buffers.positions_T, positions_T, padding=0)
         _write(buffers.slot_mapping_T, slots_T, padding=-1)
 
-    def _describe(self, scheduled: Sequence[ScheduledRequest], rows: _Rows) -> PreparedBatch:
+    def _describe(self, scheduled: Sequence[ScheduledRequest], rows: _Rows, padding: int) -> PreparedBatch:
         buffers, num_reqs = self.buffers, len(scheduled)
+        num_tokens = int(buffers.query_start_loc_R[num_reqs])
         is_prefilling = torch.zeros(len(buffers.seq_lens_R), dtype=torch.bool)
         num_prefills = sum(rows.prefilling)
         if num_prefills:
@@ -151,7 +178,8 @@ class InputBatch:
             is_prefilling_cpu=is_prefilling,
             num_reqs=num_reqs,
             num_decodes=num_reqs - num_prefills,
-            num_tokens=int(buffers.query_start_loc_R[num_reqs]),
+            num_tokens=num_tokens,
+            num_padded_tokens=num_tokens + padding,
             max_query_len=int(rows.counts_R.max(initial=0)),
             max_seq_len=int(buffers.seq_lens_R.max()),
             sampled_rows=tuple(rows.sampled),

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnbackend._torch_compat import no_duck_shapes
 from attnbackend.backend import AttentionBackend
 from attnbackend.config import set_config
+from attnbackend.cudagraph import (
+    BatchShape,
+    CUDAGraphDispatcher,
+    CUDAGraphMode,
+    Dispatch,
+    GraphSupport,
+    LongLivedTensors,
+    PreparedStep,
+    module_tensors,
+    plan_tensors,
+)
 from attnbackend.forward_context import ForwardContext, set_forward_context
 from attnbackend.impl import AttentionParams
 from attnbackend.kv_cache import (
@@ -24,11 +35,12 @@ from attnbackend.kv_cache import (
     resolve_kv_sharing,
     spec_of,
 )
-from attnbackend.layers.paged import BatchTensors, BoundLayer
+from attnbackend.layers.paged import BoundLayer
 from attnbackend.metadata import AttentionMetadataBuilder, BatchLimits, CommonAttentionMetadata
 from attnbackend.platforms import free_memory
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.served_model import AttentionLayer, ServedModel
+from attnbackend.runtime.step_graphs import GraphOptions, StepGraphs, StepInputs, inputs_of, make_dispatcher
 from attnbackend.selector import AttentionSelectorConfig, select_backend
 
 __all__ = ["LayerGroup", "ModelRunner", "RunnerOptions", "build_runner"]
@@ -49,7 +61,7 @@ class RunnerOptions:
     max_model_len: int | None = None
     kv_cache_dtype: str = "auto"
     compile: bool = True
-    cudagraph_mode: Any = None
+    graphs: GraphOptions = field(default_factory=GraphOptions)
 
 
 @dataclass(frozen=True)
@@ -111,10 +123,32 @@ class ModelRunner:
             group.backend.get_builder_cls()(group.params, group.spec, limits, self.device)
             for group in self.groups
         ]
+        dispatcher = make_dispatcher(
+            options.graphs, self.device, map(_graph_support, self.groups), options.max_num_seqs,
+            options.max_num_batched_tokens,
+        )  # fmt: skip
         model.bind(self._bound_layers())
         if options.compile:
             model.compile(options.backend)
             self.warm_up()
+        self.graphs = self._make_graphs(dispatcher)
+
+    def _make_graphs(self, dispatcher: CUDAGraphDispatcher) -> StepGraphs | None:
+        if dispatcher.mode is CUDAGraphMode.NONE:
+            return None
+        caches = {f"the cache of {name}": partial(self.kv_caches.get, name) for name in self.kv_caches}
+        modules = [m for m in (getattr(self.model, "model", None), self.model) if isinstance(m, nn.Module)]
+        long_lived = LongLivedTensors({**caches, **(module_tensors(modules[0]) if modules else {})})
+        return StepGraphs(dispatcher, self.options.graphs, self.device, long_lived, self._graphed_step)
+
+    def padded_tokens(self, shape: BatchShape) -> int:
+        """Tokens that a batch of this shape is to be padded to."""
+        return shape.num_tokens if self.graphs is None else self.graphs.padded_tokens(shape)
+
+    def capture_graphs(self, padding: Callable[[int], PreparedBatch]) -> None:
+        """Captures the engine's graphs over its own buffers; ``padding`` fills them."""
+        if self.graphs is not None:
+            self.graphs.capture(padding)
 
     def warm_up(self) -> None:
         """Compiles what serving will need: a graph for many tokens and one for a single token."""
@@ -143,6 +177,7 @@ class ModelRunner:
             num_reqs=1,
             num_decodes=0,
             num_tokens=tokens,
+            num_padded_tokens=tokens,
             max_query_len=tokens,
             max_seq_len=0,
             sampled_rows=(0,),
@@ -151,42 +186,57 @@ class ModelRunner:
 
     def execute(self, batch: PreparedBatch) -> Tensor:
         """One step; see the engine's runner protocol."""
-        tokens = batch.num_tokens
-        tensors = BatchTensors(
-            batch.slot_mapping[:tokens], batch.query_start_loc, batch.seq_lens, batch.block_table
-        )
-        wanted = batch.logits_indices[: batch.num_sampled]
-        context = ForwardContext(self._plans(batch, tensors))
-        with (
-            torch.inference_mode(),
-            self._named_backend(),
-            set_forward_context(context),
-        ):
-            return self.model.forward(batch.input_ids[:tokens], batch.positions[:tokens], wanted, tensors)
+        logits = None if self.graphs is None else self.graphs.run(batch)
+        if logits is not None:
+            return logits
+        inputs = inputs_of(batch, batch.num_tokens, len(batch.seq_lens), batch.num_sampled)
+        return self._forward(inputs, self._context(self._builder_input(batch, inputs)))
+
+    def _forward(self, inputs: StepInputs, context: ForwardContext) -> Tensor:
+        with torch.inference_mode(), self._named_backend(), set_forward_context(context):
+            return self.model.forward(*inputs)
+
+    def _graphed_step(
+        self, batch: PreparedBatch, inputs: StepInputs, key: Dispatch, capturing: bool
+    ) -> PreparedStep:
+        """A padded batch, planned as the graph of ``key`` needs it."""
+        common = self._builder_input(batch, inputs).replace(num_actual_tokens=key.descriptor.num_tokens)
+        if capturing:
+            longest = 1 if key.descriptor.uniform else key.descriptor.num_tokens
+            common = common.replace(max_query_len=longest, max_seq_len=self.max_model_len)
+        context = self._context(common, capturing)
+        plans = {f"plan {group} of {name}": plan for (group, name), plan in context.plans.items()}
+        tensors = {**inputs.named(), **dict(plan_tensors(plans, ""))}
+        return PreparedStep(tensors, partial(self._forward, inputs, context))
 
     def _named_backend(self) -> AbstractContextManager[object]:
         """Names the engine's backend to the agnostic ops; without one, they choose as everywhere."""
         named = self.options.backend
         return nullcontext() if named is None else set_config(backend=named)
 
-    def _plans(self, batch: PreparedBatch, tensors: BatchTensors) -> dict[tuple[int, str], Any]:
-        common = CommonAttentionMetadata(
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            block_table=batch.block_table,
-            slot_mapping=tensors.slot_mapping,
+    def _builder_input(self, batch: PreparedBatch, inputs: StepInputs) -> CommonAttentionMetadata:
+        reqs = len(inputs.batch.seq_lens)
+        return CommonAttentionMetadata(
+            query_start_loc=inputs.batch.query_start_loc,
+            seq_lens=inputs.batch.seq_lens,
+            block_table=inputs.batch.block_table,
+            slot_mapping=inputs.batch.slot_mapping,
             num_reqs=batch.num_reqs,
             num_actual_tokens=batch.num_tokens,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
-            query_start_loc_cpu=batch.query_start_loc_cpu,
-            seq_lens_cpu=batch.seq_lens_cpu,
-            is_prefilling=batch.is_prefilling_cpu,
+            query_start_loc_cpu=batch.query_start_loc_cpu[: reqs + 1],
+            seq_lens_cpu=batch.seq_lens_cpu[:reqs],
+            is_prefilling=batch.is_prefilling_cpu[:reqs],
         )
-        return {
-            (i, group.backend.get_name()): builder.build(0, common)
-            for i, (group, builder) in enumerate(zip(self.groups, self._builders, strict=True))
-        }
+
+    def _context(self, common: CommonAttentionMetadata, capturing: bool = False) -> ForwardContext:
+        """The step's plans, one for each group of layers."""
+        plans = {}
+        for i, (group, builder) in enumerate(zip(self.groups, self._builders, strict=True)):
+            plan = builder.build_for_cudagraph_capture(common) if capturing else builder.build(0, common)
+            plans[i, group.backend.get_name()] = plan
+        return ForwardContext(plans)
 
     def _allocate(self) -> dict[str, Tensor]:
         caches = {
@@ -220,11 +270,11 @@ def _check_options(model: ServedModel, options: RunnerOptions) -> None:
         raise ValueError(
             f"max_model_len={longest} is outside 1..{model.max_model_len}, the positions that the model has"
         )
-    if options.cudagraph_mode not in (None, "NONE"):
-        raise ValueError(
-            f"cudagraph_mode={options.cudagraph_mode!r} is not available; the engine runs without CUDA "
-            "graphs: leave it None"
-        )
+
+
+def _graph_support(group: LayerGroup) -> GraphSupport:
+    level = group.backend.get_builder_cls().get_cudagraph_support(group.spec)
+    return GraphSupport(level, group.backend.get_name())
 
 
 def _group_layers(layers: Mapping[str, AttentionLayer], options: RunnerOptions) -> list[LayerGroup]:

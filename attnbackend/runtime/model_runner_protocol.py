@@ -13,6 +13,10 @@ from attnbackend.runtime.prepared_batch import PreparedBatch
 class ModelRunner(Protocol):
     """Runs one step of a model over a paged KV cache that it owns.
 
+    A runner that wants batches padded has a method ``padded_tokens(BatchShape) -> int`` as well, and one
+    that captures graphs over the engine's buffers ``capture_graphs(padding)``, which is called once with a
+    function that gives a batch of so many tokens of padding.
+
     Attributes:
         vocab_size: token ids are 0 .. vocab_size-1.
         max_model_len: most tokens of one request, prompt and generated together.

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from attnbackend.cudagraph.dispatcher import BatchShape
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedBatch:
@@ -25,7 +27,7 @@ class PreparedBatch:
     logits_indices: Tensor
     """int64 [max_reqs], token whose logits are needed, one for each of `sampled_rows`; 0 after."""
     query_start_loc: Tensor
-    """int32 [max_reqs+1], first token of each request; num_tokens past num_reqs."""
+    """int32 [max_reqs+1], first token of each request; past num_reqs those of the padding."""
     seq_lens: Tensor
     """int32 [max_reqs], context and query tokens; 0 past num_reqs."""
     block_table: Tensor
@@ -43,6 +45,8 @@ class PreparedBatch:
     """Leading requests that compute one token with all before it in the cache."""
     num_tokens: int
     """Tokens in the batch."""
+    num_padded_tokens: int
+    """Tokens with padding: requests of one token and seq_len 0 behind the real ones, as far as rows go."""
     max_query_len: int
     """Most tokens of one request in this step."""
     max_seq_len: int
@@ -56,6 +60,11 @@ class PreparedBatch:
     def num_sampled(self) -> int:
         """How many rows of logits the step needs; 0 when all requests are inside their prompt."""
         return len(self.sampled_rows)
+
+    @property
+    def shape(self) -> BatchShape:
+        """What decides how the batch runs."""
+        return BatchShape(self.num_tokens, self.num_reqs, self.max_query_len, self.is_pure_decode)
 
     @property
     def is_pure_decode(self) -> bool:

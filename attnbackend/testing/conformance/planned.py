@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnbackend.cudagraph.safety import plan_tensors
 from attnbackend.forward_context import ForwardContext
 from attnbackend.impl import AttentionParams
 from attnbackend.kv_cache import spec_of
@@ -122,19 +122,3 @@ def graph_support(subject: Subject, case: AttentionCase) -> AttentionCGSupport:
 def context_of(subject: Subject, plan: AttentionMetadata) -> ForwardContext:
     """The context in which the subject's ops of group `GROUP` find ``plan``."""
     return ForwardContext(plans={(GROUP, subject.name): plan})
-
-
-def plan_tensors(plan: Any, prefix: str = "plan") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor on the device that a plan holds, by its path."""
-    if isinstance(plan, Tensor):
-        yield prefix, plan
-    elif is_dataclass(plan):
-        for f in fields(plan):
-            if not f.name.endswith("_cpu"):
-                yield from plan_tensors(getattr(plan, f.name), f"{prefix}.{f.name}")
-    elif isinstance(plan, (tuple, list)):
-        for i, item in enumerate(plan):
-            yield from plan_tensors(item, f"{prefix}[{i}]")
-    elif isinstance(plan, dict):
-        for key, item in plan.items():
-            yield from plan_tensors(item, f"{prefix}[{key!r}]")

@@ -90,10 +90,10 @@ class ConformanceReport:
 def _cell(counts: Counter[Status] | None) -> str:
     if counts is None:
         return ""
-    total = sum(counts.values())
     status = next(status for status in _SYMBOLS if counts[status])
-    bad = status in (Status.FAILED, Status.KNOWN)
-    return f"{_SYMBOLS[status]} {counts[status]}/{total}" if bad else f"{_SYMBOLS[status]} {counts[status]}"
+    if status in (Status.FAILED, Status.KNOWN):
+        return f"{_SYMBOLS[status]} {counts[status]}/{counts.total()}"
+    return ", ".join(f"{_SYMBOLS[s]} {counts[s]}" for s in (Status.PASSED, Status.SKIPPED) if counts[s])
 
 
 def _table(checks: list[str], rows: dict[str, list[str]]) -> str:

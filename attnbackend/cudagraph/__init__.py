@@ -1,0 +1,39 @@
+"""CUDA graphs in serving: which mode can run, for which sizes, capture, replay, and what keeps it right."""
+
+from __future__ import annotations
+
+from attnbackend.cudagraph.dispatcher import BatchDescriptor, BatchShape, CUDAGraphDispatcher, Dispatch
+from attnbackend.cudagraph.graphed_steps import CaptureCost, GraphedSteps, PreparedStep
+from attnbackend.cudagraph.graphs import CUDAGraphs, GraphLibrary, RecordedGraphs
+from attnbackend.cudagraph.modes import (
+    CUDAGraphMode,
+    GraphSupport,
+    ResolvedMode,
+    lowest_support,
+    resolve_cudagraph_mode,
+)
+from attnbackend.cudagraph.safety import LongLivedTensors, module_tensors, plan_tensors
+from attnbackend.cudagraph.sizes import capture_sizes, decode_sizes
+
+__all__ = [
+    "BatchDescriptor",
+    "BatchShape",
+    "CUDAGraphDispatcher",
+    "CUDAGraphMode",
+    "CUDAGraphs",
+    "CaptureCost",
+    "Dispatch",
+    "GraphLibrary",
+    "GraphSupport",
+    "GraphedSteps",
+    "LongLivedTensors",
+    "PreparedStep",
+    "RecordedGraphs",
+    "ResolvedMode",
+    "capture_sizes",
+    "decode_sizes",
+    "lowest_support",
+    "module_tensors",
+    "plan_tensors",
+    "resolve_cudagraph_mode",
+]

@@ -1,0 +1,95 @@
+"""Which graph, if any, a step runs from: a pure function of its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from attnbackend.cudagraph.modes import CUDAGraphMode
+from attnbackend.cudagraph.sizes import padded_size
+
+__all__ = ["BatchDescriptor", "BatchShape", "CUDAGraphDispatcher", "Dispatch"]
+
+
+class BatchShape(NamedTuple):
+    """What decides how a batch runs, without padding."""
+
+    num_tokens: int
+    num_reqs: int
+    max_query_len: int
+    all_decode: bool
+    """Every request has finished its prompt before this step."""
+
+
+@dataclass(frozen=True)
+class BatchDescriptor:
+    """What a graph was captured for."""
+
+    num_tokens: int
+    """Tokens, padding included."""
+    num_reqs: int | None = None
+    """Rows of per-request tensors, padding included; None: attention is not in the graph."""
+    uniform: bool = False
+    """Every request brings the same number of tokens, its prompt finished."""
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """How a step runs."""
+
+    mode: CUDAGraphMode
+    """NONE, PIECEWISE or FULL."""
+    descriptor: BatchDescriptor
+
+
+@dataclass(frozen=True)
+class CUDAGraphDispatcher:
+    """Chooses a captured graph for each batch.
+
+    Whether a step is a uniform decode is not seen from its shapes: a prompt of one token looks like a
+    decode, and some backends plan the two apart. The caller says whether all prompts are finished.
+    """
+
+    mode: CUDAGraphMode
+    sizes: tuple[int, ...]
+    """Of mixed batches and pieces, ascending."""
+    decode_sizes: tuple[int, ...]
+    """Of uniform decodes, ascending multiples of `uniform_query_len`."""
+    max_num_seqs: int
+    uniform_query_len: int = 1
+
+    def graphs(self) -> Iterator[Dispatch]:
+        """Every graph there is to capture, the largest first, so that smaller ones reuse its memory."""
+        full, pieces = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+        if self.mode.needs_pieces:
+            yield from (Dispatch(pieces, BatchDescriptor(n)) for n in reversed(self.sizes))
+        if self.mode.mixed_mode is full:
+            yield from (Dispatch(full, self._mixed(n)) for n in reversed(self.sizes))
+        if self.mode.decode_mode is full:
+            yield from (Dispatch(full, self._uniform(n)) for n in reversed(self.decode_sizes))
+
+    def dispatch(self, batch: BatchShape) -> Dispatch:
+        """The graph for a batch: a whole one if there is any, then pieces, then none."""
+        if batch.all_decode and self.mode.decode_mode is CUDAGraphMode.FULL:
+            q = self.uniform_query_len
+            is_uniform = batch.max_query_len == q and batch.num_tokens == batch.num_reqs * q
+            size = padded_size(self.decode_sizes, batch.num_tokens) if is_uniform else None
+            if size is not None:
+                return Dispatch(CUDAGraphMode.FULL, self._uniform(size))
+        return self._any_batch(batch.num_tokens)
+
+    def _any_batch(self, num_tokens: int) -> Dispatch:
+        size = padded_size(self.sizes, num_tokens)
+        if size is not None and self.mode.mixed_mode is CUDAGraphMode.FULL:
+            return Dispatch(CUDAGraphMode.FULL, self._mixed(size))
+        if size is not None and self.mode.needs_pieces:
+            return Dispatch(CUDAGraphMode.PIECEWISE, BatchDescriptor(size))
+        return Dispatch(CUDAGraphMode.NONE, BatchDescriptor(num_tokens))
+
+    def _uniform(self, size: int) -> BatchDescriptor:
+        return BatchDescriptor(size, size // self.uniform_query_len, uniform=True)
+
+    def _mixed(self, size: int) -> BatchDescriptor:
+        """A batch of ``size`` tokens has at most as many requests."""
+        return BatchDescriptor(size, min(size, self.max_num_seqs))

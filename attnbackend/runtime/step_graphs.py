@@ -1,0 +1,175 @@
+"""A runner's steps as CUDA graphs: which there are, their capture, and the padding that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnbackend.cudagraph import (
+    BatchShape,
+    CUDAGraphDispatcher,
+    CUDAGraphMode,
+    CUDAGraphs,
+    Dispatch,
+    GraphedSteps,
+    GraphLibrary,
+    GraphSupport,
+    LongLivedTensors,
+    PreparedStep,
+    capture_sizes,
+    decode_sizes,
+    lowest_support,
+    resolve_cudagraph_mode,
+)
+from attnbackend.layers.paged import BatchTensors
+from attnbackend.runtime.prepared_batch import PreparedBatch
+
+__all__ = ["GraphOptions", "StepGraphs", "StepInputs", "inputs_of", "make_dispatcher"]
+
+
+class StepInputs(NamedTuple):
+    """What the model's forward takes."""
+
+    input_ids: Tensor
+    positions: Tensor
+    logits_indices: Tensor
+    batch: BatchTensors
+
+    def named(self) -> dict[str, Tensor]:
+        own = {
+            "input_ids": self.input_ids,
+            "positions": self.positions,
+            "logits_indices": self.logits_indices,
+        }
+        return {**own, **{name: x for name, x in self.batch._asdict().items() if x is not None}}
+
+
+def inputs_of(batch: PreparedBatch, num_tokens: int, num_reqs: int, num_logits: int) -> StepInputs:
+    """The leading tokens and rows of a batch's persistent tensors."""
+    tensors = BatchTensors(
+        batch.slot_mapping[:num_tokens], batch.query_start_loc[: num_reqs + 1], batch.seq_lens[:num_reqs],
+        batch.block_table[:num_reqs],
+    )  # fmt: skip
+    return StepInputs(
+        batch.input_ids[:num_tokens], batch.positions[:num_tokens], batch.logits_indices[:num_logits], tensors
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOptions:
+    """What a person may say about graphs."""
+
+    mode: CUDAGraphMode | None = None
+    """None: as much as is possible."""
+    sizes: Sequence[int] | None = None
+    """Batch sizes in tokens; None: see `capture_sizes`."""
+    lazy: bool = False
+    """Capture a size when a batch first needs it, in place of all before serving."""
+    library: Callable[[torch.device], GraphLibrary] | None = None
+    """Where graphs come from; None: CUDA's."""
+
+
+def make_dispatcher(
+    options: GraphOptions, device: torch.device, groups: Iterable[GraphSupport], max_num_seqs: int,
+    max_num_tokens: int,
+) -> CUDAGraphDispatcher:  # fmt: skip
+    """What runs from graphs, for layers of such support on such a device.
+
+    Raises:
+        ValueError: a mode was named that cannot run, or a size that no batch has.
+    """
+    mode = _possible_mode(options, device, groups)
+    sizes = capture_sizes(max_num_seqs, max_num_tokens, sizes=options.sizes)
+    decodes: tuple[int, ...] = ()
+    if mode.decode_mode is CUDAGraphMode.FULL:
+        decodes = decode_sizes(sizes, max_num_seqs, 1)
+    return CUDAGraphDispatcher(mode, sizes, decodes, max_num_seqs)
+
+
+def _possible_mode(
+    options: GraphOptions, device: torch.device, groups: Iterable[GraphSupport]
+) -> CUDAGraphMode:
+    none = CUDAGraphMode.NONE
+    if options.mode is none:
+        return none
+    if device.type != "cuda" and options.library is None:
+        if options.mode is None:
+            return none
+        raise ValueError(
+            f"cudagraph_mode={options.mode.name} needs a CUDA device; the model is on {device}: leave it None"
+        )
+    return resolve_cudagraph_mode(options.mode, lowest_support(groups), splits_attention=False).mode
+
+
+Prepare = Callable[[PreparedBatch, StepInputs, Dispatch, bool], PreparedStep]
+
+
+class StepGraphs:
+    """Runs steps from graphs where there is one for them.
+
+    Args:
+        dispatcher: which graph a batch runs from.
+        options: how they are made.
+        device: where the model runs.
+        long_lived: weights and caches.
+        prepare: makes a step of a batch that is padded for a graph ready; True: for its capture.
+    """
+
+    def __init__(
+        self, dispatcher: CUDAGraphDispatcher, options: GraphOptions, device: torch.device,
+        long_lived: LongLivedTensors, prepare: Prepare,
+    ) -> None:  # fmt: skip
+        self.dispatcher = dispatcher
+        self.steps = GraphedSteps((options.library or CUDAGraphs)(device), long_lived)
+        self._lazy = options.lazy
+        self._prepare = prepare
+        self._inputs: dict[Dispatch, StepInputs] = {}
+
+    def padded_tokens(self, shape: BatchShape) -> int:
+        """Tokens that a batch of this shape runs with."""
+        return self.dispatcher.dispatch(shape).descriptor.num_tokens
+
+    def capture(self, padding: Callable[[int], PreparedBatch]) -> None:
+        """Captures every graph there is, unless that is left to the batches that need them.
+
+        Args:
+            padding: gives a batch of so many tokens of padding.
+        """
+        if not self._lazy:
+            for key in self.dispatcher.graphs():
+                self._capture(key, padding(key.descriptor.num_tokens))
+
+    def _capture(self, key: Dispatch, batch: PreparedBatch) -> None:
+        self.steps.capture(key, self._prepare(batch, self._inputs_for(key, batch), key, True))
+
+    def run(self, batch: PreparedBatch) -> Tensor | None:
+        """The step's logits, a row for each that is sampled; None where no graph is for the batch."""
+        key = self.dispatcher.dispatch(batch.shape)
+        if key.mode is CUDAGraphMode.NONE:
+            return None
+        assert key.descriptor.num_tokens == batch.num_padded_tokens, (key, batch.num_padded_tokens)
+        if key not in self.steps:
+            self._capture(key, batch)
+        step = self._prepare(batch, self._inputs_for(key, batch), key, False)
+        return self.steps.replay(key, step.tensors)[: batch.num_sampled]
+
+    def _inputs_for(self, key: Dispatch, batch: PreparedBatch) -> StepInputs:
+        """Views of the batch's persistent tensors, made once for each graph."""
+        found = self._inputs.get(key)
+        if found is None:
+            tokens, reqs = key.descriptor.num_tokens, key.descriptor.num_reqs
+            assert reqs is not None, "whole steps have rows of requests"
+            found = self._inputs[key] = inputs_of(batch, tokens, reqs, reqs)
+        return found
+
+    def stats(self) -> Mapping[str, int]:
+        """Replays by kind of graph."""
+        counts: dict[str, int] = {}
+        for key, count in self.steps.num_replays.items():
+            kind = "decode" if key.descriptor.uniform else "mixed"
+            counts[kind] = counts.get(kind, 0) + count
+        return counts

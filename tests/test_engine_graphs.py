@@ -1,0 +1,162 @@
+"""The engine on graphs: the tokens of the path without, over growing, shrinking and mixed batches.
+
+On a CPU a stand-in takes the place of CUDA's graphs: it sees what a graph would, and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import make_model
+from torch import Tensor
+
+from attnbackend import AttentionCGSupport, CUDAGraphMode, Engine, SamplingParams, registry_scope
+from attnbackend.backend import AttentionBackend
+from attnbackend.cudagraph import RecordedGraphs
+from attnbackend.metadata import CommonAttentionMetadata
+from attnbackend.registry import register_backend
+from attnbackend.runtime.engine_core import EngineCore
+from attnbackend.runtime.model_runner import build_runner
+from attnbackend.runtime.step_graphs import GraphOptions
+from attnbackend.testing.conformance.honest import HonestBackend, HonestBuilder
+
+DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+def backend_of(
+    level: AttentionCGSupport, builder: type[HonestBuilder] = HonestBuilder
+) -> type[AttentionBackend]:
+    """The honest backend with a builder of this support."""
+
+    class Builder(builder):  # type: ignore[misc,valid-type]
+        cudagraph_support = level
+
+    class Backend(HonestBackend):
+        @staticmethod
+        def get_name() -> str:
+            return f"HONEST_{level.name}"
+
+        @staticmethod
+        def get_builder_cls() -> type[HonestBuilder]:
+            return Builder
+
+    return Backend
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model("llama").to(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def scope() -> Iterator[None]:
+    with registry_scope():
+        yield
+
+
+def serve(model: Any, backend: str, mode: CUDAGraphMode | None, **options: Any) -> EngineCore:
+    library = None if ON_GPU else lambda device: RecordedGraphs()
+    runner = build_runner(
+        model, backend=backend, num_blocks=60, max_num_seqs=6, max_num_batched_tokens=24, compile=False,
+        graphs=GraphOptions(mode=mode, library=library, **options),
+    )  # fmt: skip
+    return EngineCore(runner, max_num_seqs=6, max_num_batched_tokens=24, eos_token_ids=())
+
+
+def logits_of_all_steps(engine: EngineCore, seed: int) -> list[tuple[tuple[str, ...], Tensor]]:
+    """Requests that come and go, one of them aborted; the rows and logits of each step."""
+    rng, found = random.Random(seed), []
+    execute = engine.runner.execute
+
+    def recorded(batch: Any) -> Tensor:
+        logits = execute(batch)
+        found.append((tuple(batch.request_ids[row] for row in batch.sampled_rows), logits.clone()))
+        return logits
+
+    engine.runner.execute = recorded  # type: ignore[method-assign]
+    for step in range(40):
+        if step < 25 and rng.random() < 0.5:
+            prompt = [rng.randrange(3, 90) for _ in range(rng.choice((1, 2, 9, 30)))]
+            engine.add_request(prompt, SamplingParams(max_tokens=rng.randrange(1, 9)), f"r{step}")
+        if step == 20 and engine.scheduler.has_unfinished:
+            engine.abort(next(iter(engine._progress)))
+        engine.step()
+    assert not engine.has_unfinished()
+    return found
+
+
+@pytest.mark.parametrize("level", [level for level in AttentionCGSupport if level])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_logits_from_graphs_are_those_without_bit_for_bit(
+    model: Any, level: AttentionCGSupport, lazy: bool
+) -> None:
+    name = register_backend(backend_of(level).get_name())(backend_of(level)).get_name()
+    without = logits_of_all_steps(serve(model, name, CUDAGraphMode.NONE), seed=1)
+    engine = serve(model, name, None, lazy=lazy)
+    graphs = engine.runner.graphs  # type: ignore[attr-defined]
+    assert graphs.dispatcher.mode.decode_mode is CUDAGraphMode.FULL
+    with_graphs = logits_of_all_steps(engine, seed=1)
+    assert [rows for rows, _ in with_graphs] == [rows for rows, _ in without]
+    for (_, got), (_, wanted) in zip(with_graphs, without, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    stats = graphs.stats()
+    assert stats["decode"] > 3
+    assert ("mixed" in stats) == (level is AttentionCGSupport.ALWAYS)
+
+
+def test_graphs_are_captured_before_serving_and_only_then(model: Any) -> None:
+    register_backend("HONEST_ALWAYS")(backend_of(AttentionCGSupport.ALWAYS))
+    engine = serve(model, "HONEST_ALWAYS", None)
+    graphs = engine.runner.graphs  # type: ignore[attr-defined]
+    captured = len(graphs.steps.costs)
+    assert captured == len(list(graphs.dispatcher.graphs()))
+    logits_of_all_steps(engine, seed=2)
+    assert len(graphs.steps.costs) == captured
+
+
+class NewTensors(HonestBuilder):
+    """Makes its plan's tensors anew at each step."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Any:
+        common = common_attn_metadata
+        return super().build(0, common.replace(seq_lens=common.seq_lens.clone()))
+
+
+def test_a_plan_in_new_memory_is_refused_by_name(model: Any) -> None:
+    register_backend("HONEST_ALWAYS")(backend_of(AttentionCGSupport.ALWAYS, NewTensors))
+    engine = serve(model, "HONEST_ALWAYS", None)
+    with pytest.raises(RuntimeError, match=r"plan 0 of HONEST_ALWAYS.*seq_lens has address"):
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3))
+
+
+def test_a_mode_above_the_backend_s_support_is_refused(model: Any) -> None:
+    register_backend("HONEST_UNIFORM_BATCH")(backend_of(AttentionCGSupport.UNIFORM_BATCH))
+    with pytest.raises(ValueError, match=r"(?s)cudagraph_mode=FULL cannot.*HONEST_UNIFORM_BATCH has"):
+        serve(model, "HONEST_UNIFORM_BATCH", CUDAGraphMode.FULL)
+
+
+@pytest.mark.skipif(ON_GPU, reason="needs a machine without a GPU")
+def test_a_mode_that_is_named_needs_a_gpu() -> None:
+    model = make_model("llama")
+    with pytest.raises(
+        ValueError, match="cudagraph_mode=FULL_DECODE_ONLY needs a CUDA device; the model is on"
+    ):
+        Engine(model, cudagraph_mode="full_decode_only", compile=False)
+
+
+def test_a_replaced_cache_is_noticed(model: Any) -> None:
+    register_backend("HONEST_ALWAYS")(backend_of(AttentionCGSupport.ALWAYS))
+    engine = serve(model, "HONEST_ALWAYS", None)
+    caches = engine.runner.kv_caches  # type: ignore[attr-defined]
+    name = next(iter(caches))
+    caches[name] = caches[name].clone()
+    with pytest.raises(RuntimeError, match=f"the cache of {name} has address"):
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=60))
