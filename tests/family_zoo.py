@@ -8,8 +8,7 @@ Shape legend: B sequences, L tokens of the longest, V outputs a token.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +33,13 @@ _GEMMA = _SIZES | {
     "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": False,
 }  # fmt: skip
 _TWO_PARTS = {
-    "vocab_size": VOCAB_SIZE, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "pad_token_id": 0,
+    "vocab_size": VOCAB_SIZE, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "attn_implementation": "eager",
 }  # fmt: skip
 _VISION = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
-    "patch_size": 2,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 8, "patch_size": 2,
 }  # fmt: skip
 
 
@@ -155,7 +154,7 @@ def t5gemma() -> Any:
 
 
 def with_alibi(model: Any) -> Any:
-    """MPT has attention of its own, with alibi, in no interface: its modules' forward is put on the op here."""
+    """MPT has attention of its own, with alibi, behind no interface: here its modules' forward is the op's."""
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
     heads = model.config.n_heads
@@ -182,8 +181,8 @@ class _AlibiForward:
         # bool [B, 1, N, L], True where hidden: what the last query sees is what is not padded.
         valid_BL = None if attention_mask is None else ~attention_mask[:, 0].all(1)
         features = {
-            "scale": module.softmax_scale, "causal": True, "sliding_window": None, "attention_chunk_size": None,
-            "logits_soft_cap": 0.0, "sinks": None, "alibi_slopes": self.slopes,
+            "scale": module.softmax_scale, "causal": True, "sliding_window": None,
+            "attention_chunk_size": None, "logits_soft_cap": 0.0, "sinks": None, "alibi_slopes": self.slopes,
         }  # fmt: skip
         out_BNHD = attend_dense(q_BHND, k_BHND, v_BHND, valid_BL, features, AttentionType.DECODER)
         return module.out_proj(out_BNHD.flatten(2)), None
@@ -205,7 +204,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "embedding_gemma": Family(
         plain("Gemma3TextModel", "Gemma3TextConfig", **_GEMMA | {"use_bidirectional_attention": True}),
-        tokens, "last_hidden_state", needs=(_ENCODER | {"sliding_window": WINDOW},),
+        tokens, "last_hidden_state", needs=(_ENCODER | {"sliding_window": WINDOW // 2 + 1},),
     ),
     "bart": Family(
         plain("BartForConditionalGeneration", "BartConfig", **_TWO_PARTS, max_position_embeddings=64),
@@ -220,13 +219,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "t5gemma": Family(
         t5gemma, two_parts,
-        needs=(_ENCODER_PART | {"sliding_window": WINDOW + 1, "logits_soft_cap": 3.0}, _CROSS),
+        needs=(_ENCODER | {"sliding_window": WINDOW + 1, "logits_soft_cap": 3.0}, _CROSS),
     ),
     "gemma3_images": Family(gemma3_with_images, images, needs=(_RANGES,), compiles=False),
     "paligemma": Family(paligemma, prefixes, needs=(_RANGES,), compiles=False),
     "mpt": Family(
         plain(
-            "MptForCausalLM", "MptConfig", d_model=64, n_heads=2, n_layers=2, vocab_size=VOCAB_SIZE, max_seq_len=64
+            "MptForCausalLM", "MptConfig", d_model=64, n_heads=2, n_layers=2, vocab_size=VOCAB_SIZE,
+            max_seq_len=64,
         ),
         tokens, needs=({"has_alibi": True},), prepare=with_alibi,
     ),
@@ -252,7 +252,6 @@ def at_tokens(output_BLV: Tensor, family: Family) -> Tensor:
     mask = inputs.get(
         "decoder_attention_mask", inputs["attention_mask"] if "attention_mask" in inputs else None
     )
-    assert mask is not None
     return output_BLV[mask.bool()]
 
 
@@ -263,20 +262,3 @@ def on_ops(model: Any, family: Family) -> Any:
         return family.prepare(twin)
     twin.set_attn_implementation(ATTN_IMPLEMENTATION)
     return twin
-
-
-@contextmanager
-def calls_of(
-    monkeypatch: Any, module: Any, changed: Callable[[dict[str, Any]], None]
-) -> Iterator[list[dict[str, Any]]]:
-    """Every call of the attention op within ``module``, each changed on its way."""
-    original, seen = module.attention, []
-
-    def attention(*args: Any, **kwargs: Any) -> None:
-        call = dict(zip(original._schema.arguments, args, strict=False)) | kwargs
-        seen.append(call)
-        changed(kwargs)
-        original(*args, **kwargs)
-
-    monkeypatch.setattr(module, "attention", attention)
-    yield seen

@@ -94,7 +94,7 @@ def _two_sided(
 
 
 def _needs_positions(config: Any, kv_offset: Any) -> bool:
-    """Modules that call themselves bidirectional must be told that a mask is not; chunks count from the start."""
+    """Modules that call themselves bidirectional must hear that a mask is not; chunks count from 0."""
     if _looks_ahead(config):
         return True
     return bool(getattr(config, "attention_chunk_size", None)) and bool(kv_offset)
@@ -108,7 +108,8 @@ def _heard(mask_function: Any, plain: bool, kwargs: dict[str, Any]) -> LocalMask
     if not plain:
         raise ValueError(
             "its attention mask is more than causal, window and chunks (a mask function of its own); engines "
-            f"do not serve that: use the model's own generate with attn_implementation={ATTN_IMPLEMENTATION!r}"
+            "do not serve that: use the model's own generate with "
+            f"attn_implementation={ATTN_IMPLEMENTATION!r}"
         )
     causal = bool(kwargs.get("allow_is_causal_skip", False))
     return local_mask(mask_function, kwargs.get("local_size"), causal=causal, device=kwargs["device"])
@@ -143,8 +144,8 @@ class DenseMask(NamedTuple):
                 return cls(mask[:, 0], is_causal=True)
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)} and dtype {mask.dtype}; attn_implementation="
-            f"{ATTN_IMPLEMENTATION!r} takes a padding mask [batch, tokens], since the ops make all other masks "
-            "themselves"
+            f"{ATTN_IMPLEMENTATION!r} takes a padding mask [batch, tokens], since the ops make all other "
+            "masks themselves"
         )
 
 
@@ -190,7 +191,7 @@ def _fit(
     batch_size: int, q_length: int, kv_length: int, q_offset: int, kv_offset: int, mask_function: Any,
     **kwargs: Any,
 ) -> tuple[bool, Tensor | None]:  # fmt: skip
-    """Whether a mask that is not a plain one is causal, and its bidirectional ranges, [B, L], if it has any."""
+    """Whether a mask that is no plain one is causal, and its bidirectional ranges, [B, L], if it has any."""
     config = kwargs.get("config")
     if torch.compiler.is_compiling():
         if _looks_ahead(config):
@@ -219,8 +220,8 @@ def _refuse(
     shown = f"{keys[0]} to {keys[-1]}" if in_one_piece else keys
     raise ValueError(
         "the attention mask is more than causal, window, padding and bidirectional ranges (packed sequences "
-        f"with position_ids that start again, ranges longer than the window of {window}, or a mask function): "
-        f"token {query + q_offset} of sequence {row} sees keys {shown}. "
+        f"with position_ids that start again, ranges longer than the window of {window}, or a mask function: "
+        f"token {query + q_offset} of sequence {row} sees keys {shown}). "
         f"attn_implementation={ATTN_IMPLEMENTATION!r} does not support that; give the sequences as a padded "
         "batch, or use attn_implementation='sdpa'"
     )

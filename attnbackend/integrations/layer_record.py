@@ -82,8 +82,9 @@ class Recorder:
             raise ValueError(f"{where} calls attention twice a forward, and a layer has one cache")
         if not features["causal"]:
             raise ValueError(
-                f"{where} has is_causal=False: it looks ahead, as encoders and cross attention do; engines serve "
-                f"causal decoders alone: run the model itself with attn_implementation={ATTN_IMPLEMENTATION!r}"
+                f"{where} has is_causal=False: it looks ahead, as encoders and cross attention do; engines "
+                "serve causal decoders alone: run the model itself with attn_implementation="
+                f"{ATTN_IMPLEMENTATION!r}"
             )
         if value.shape[-1] != query.shape[-1]:
             raise ValueError(

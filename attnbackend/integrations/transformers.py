@@ -104,8 +104,8 @@ def _check_arguments(module: nn.Module, dropout: float, kwargs: Mapping[str, Any
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{type(module).__name__} passes {name}, which attn_implementation={ATTN_IMPLEMENTATION!r} does "
-                "not support; use attn_implementation='sdpa'"
+                f"{type(module).__name__} passes {name}, which attn_implementation={ATTN_IMPLEMENTATION!r} "
+                "does not support; use attn_implementation='sdpa'"
             )
     if kwargs.get("output_attentions"):
         raise ValueError(

@@ -25,7 +25,8 @@ class Attention(nn.Module):
         logits_soft_cap: c in ``c * tanh(s / c)``; 0 for none.
         alibi_slopes: float32 [H].
         sinks: [H], one more logit in the softmax's denominator.
-        kv_sharing_target: name of an earlier layer whose cache this one reads, writing none; see `bind_layers`.
+        kv_sharing_target: name of an earlier layer whose cache this one reads, writing none; `bind_layers`
+            gives it.
 
     Raises:
         ValueError: num_heads is not a multiple of num_kv_heads, or both a window and chunks.
@@ -71,13 +72,17 @@ class Attention(nn.Module):
         self.kv_cache_dtype, self.group = layer.kv_cache_dtype, layer.group
 
     def forward(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, batch: BatchTensors
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, batch: BatchTensors,
+        bidirectional_ranges: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of the new tokens.
 
         Args:
             query: [T, H * D] or [T, H, D].
             key, value: [T, K * D] or [T, K, D]; None where another layer's cache is read.
+            batch: where the tokens belong.
+            bidirectional_ranges: int32 [R, G, 2], positions [start, end) that see all of each other; a range
+                must be computed in one step. None: there are none.
 
         Returns:
             In the shape of ``query``.
@@ -93,8 +98,8 @@ class Attention(nn.Module):
         shares = self.kv_sharing_target
         if (key is None or value is None) is (shares is None):
             raise ValueError(
-                f"key and value are {'None' if key is None else 'given'} and kv_sharing_target={shares!r}; a layer "
-                "with a cache of its own takes both, one that reads another's takes None for both"
+                f"key and value are {'None' if key is None else 'given'} and kv_sharing_target={shares!r}; a "
+                "layer with a cache of its own takes both, one that reads another's takes None for both"
             )
         layer = BoundLayer(
             self.kv_cache, self.kv_cache_dtype, self.group, self.k_scale, self.v_scale, shares is None
@@ -106,7 +111,7 @@ class Attention(nn.Module):
             query.view(-1, self.num_heads, self.head_size), k_TKD, v_TKD, layer, batch,
             scale=self.scale, sliding_window=self.sliding_window,
             attention_chunk_size=self.attention_chunk_size, logits_soft_cap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes, sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes, sinks=self.sinks, bidirectional_ranges=bidirectional_ranges,
         )  # fmt: skip
         return out_THD.view(query.shape)
 

@@ -1,4 +1,4 @@
-"""`EncoderAttention` and `CrossAttention`: the layers of encoders, and of decoders that read an encoder's output.
+"""`EncoderAttention` and `CrossAttention`: layers of encoders, and of decoders that read their output.
 
 Shape legend: R requests, T tokens, E encoder tokens, W block-table width, H query heads, K key-value heads,
 D head size, S block_size.

@@ -26,8 +26,6 @@ class BatchTensors(NamedTuple):
     """int32 [R]."""
     block_table: Tensor
     """int32 [R, W]."""
-    bidirectional_ranges: Tensor | None = None
-    """int32 [R, G, 2], positions [start, end) that see all of each other; G as large as any request needs."""
 
 
 register_namedtuple(BatchTensors)
@@ -82,6 +80,6 @@ def write_and_attend(
     output = query.new_empty(query.shape)
     attention(
         query, key, value, layer.kv_cache, output, batch.query_start_loc, batch.seq_lens, batch.block_table,
-        bidirectional_ranges=batch.bidirectional_ranges, **features, **shared,
+        **features, **shared,
     )  # fmt: skip
     return output

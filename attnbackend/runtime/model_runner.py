@@ -315,7 +315,7 @@ def _cache_owners(
         if backends[name] is not backends[owner]:
             raise ValueError(
                 f"layer {name!r} reads the cache of {owner!r}, and they are on different backends, "
-                f"{backends[name].get_name()} and {backends[owner].get_name()}; name one for all with backend="
+                f"{backends[name].get_name()} and {backends[owner].get_name()}; name one with backend="
             )
     return owners
 

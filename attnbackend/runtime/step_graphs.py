@@ -45,7 +45,7 @@ class StepInputs(NamedTuple):
             "positions": self.positions,
             "logits_indices": self.logits_indices,
         }
-        return {**own, **{name: x for name, x in self.batch._asdict().items() if x is not None}}
+        return {**own, **self.batch._asdict()}
 
 
 def inputs_of(batch: PreparedBatch, num_tokens: int, num_reqs: int, num_logits: int) -> StepInputs:
