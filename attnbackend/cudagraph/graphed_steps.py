@@ -95,4 +95,8 @@ class GraphedSteps:
 
 
 def _memory_in_use() -> int:
-    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+    """What the device's allocator holds and cannot give back: graphs keep theirs."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()

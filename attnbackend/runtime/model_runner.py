@@ -127,6 +127,7 @@ class ModelRunner:
             options.graphs, self.device, map(_graph_support, self.groups), options.max_num_seqs,
             options.max_num_batched_tokens,
         )  # fmt: skip
+        self.graphs: StepGraphs | None = None
         model.bind(self._bound_layers())
         if options.compile:
             model.compile(options.backend)
