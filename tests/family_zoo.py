@@ -34,7 +34,8 @@ _GEMMA = _SIZES | {
 }  # fmt: skip
 _TWO_PARTS = {
     "vocab_size": VOCAB_SIZE, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
-    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "pad_token_id": 0,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "attn_implementation": "eager",
 }  # fmt: skip
 _VISION = {
@@ -154,7 +155,7 @@ def t5gemma() -> Any:
 
 
 def with_alibi(model: Any) -> Any:
-    """MPT has attention of its own, with alibi, behind no interface: here its modules' forward is the op's."""
+    """MPT has attention of its own, with alibi, behind no interface: here they call the op."""
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
     heads = model.config.n_heads
@@ -249,9 +250,7 @@ def truth(model: Any, family: Family) -> Truth:
 
 def at_tokens(output_BLV: Tensor, family: Family) -> Tensor:
     inputs = family.inputs()
-    mask = inputs.get(
-        "decoder_attention_mask", inputs["attention_mask"] if "attention_mask" in inputs else None
-    )
+    mask = inputs["decoder_attention_mask" if "decoder_attention_mask" in inputs else "attention_mask"]
     return output_BLV[mask.bool()]
 
 

@@ -68,8 +68,8 @@ ZOO = {
     "gpt_neox": Architecture("GPTNeoX", {"num_attention_heads": 2}, ("head_dim", "num_key_value_heads")),
     "llama4_text": Architecture(
         "Llama4", {
-            "intermediate_size_mlp": 96, "attention_chunk_size": CHUNK, "no_rope_layers": [1, 0], "moe_layers": [],
-            "floor_scale": 4, "attn_scale": 0.5, "num_local_experts": 2,
+            "intermediate_size_mlp": 96, "attention_chunk_size": CHUNK, "no_rope_layers": [1, 0],
+            "moe_layers": [], "floor_scale": 4, "attn_scale": 0.5, "num_local_experts": 2,
         }, config="Llama4TextConfig", needs={"attention_chunk_size": CHUNK},
     ),
     "gemma3_text": Architecture(
@@ -81,26 +81,32 @@ ZOO = {
     "gemma3n_text": Architecture(
         "Gemma3n", {
             "num_hidden_layers": 5, "num_kv_shared_layers": 2, "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] + _ALTERNATING["layer_types"],
-            "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16, "altup_num_inputs": 2,
+            "layer_types": ["sliding_attention"] + ["sliding_attention", "full_attention"] * 2,
+            "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16,
+            "altup_num_inputs": 2,
             "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 5, "tie_word_embeddings": False,
         }, config="Gemma3nTextConfig",
     ),
     "gemma4_text": Architecture(
         "Gemma4", {
-            "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": WINDOW, "global_head_dim": 64,
-            "layer_types": _ALTERNATING["layer_types"] * 2, "vocab_size_per_layer_input": VOCAB_SIZE,
-            "hidden_size_per_layer_input": 16, "tie_word_embeddings": False,
+            "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": WINDOW,
+            "global_head_dim": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16,
+            "tie_word_embeddings": False,
         }, config="Gemma4TextConfig",
     ),
-    "cohere2": Architecture("Cohere2", _ONE_KV_HEAD | _ALTERNATING | {"tie_word_embeddings": False}, ("head_dim",)),
+    "cohere2": Architecture(
+        "Cohere2", _ONE_KV_HEAD | _ALTERNATING | {"tie_word_embeddings": False}, ("head_dim",)
+    ),
     "olmo2": Architecture("Olmo2", _ONE_KV_HEAD, ("head_dim",)),
     "granite": Architecture(
         "Granite", _ONE_KV_HEAD | {"attention_multiplier": 0.4, "residual_multiplier": 0.7}, ("head_dim",)
     ),
     "glm": Architecture("Glm", {"partial_rotary_factor": 0.5, "attention_bias": True}),
     "smollm3": Architecture(
-        "SmolLM3", _ONE_KV_HEAD | {"no_rope_layers": [1, 0], "use_sliding_window": True} | _ALTERNATING, ("head_dim",)
+        "SmolLM3", _ONE_KV_HEAD | _ALTERNATING | {"no_rope_layers": [1, 0], "use_sliding_window": True},
+        ("head_dim",),
     ),
 }  # fmt: skip
 

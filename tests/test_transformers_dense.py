@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from model_zoo import VOCAB_SIZE, WINDOW, ZOO, EagerReference, make_model
-from op_cases import require
+from op_cases import require, require_features
 from transformers import AttentionMaskInterface
 
 from attnbackend import Engine, SamplingParams, set_config
@@ -61,7 +61,7 @@ def generate(model: Any, **inputs: Any) -> list[list[int]]:
 def test_generate_gives_the_tokens_of_eager_attention_for_a_left_padded_batch(
     name: str, backend: str
 ) -> None:
-    require(backend, device_type="cpu")
+    require_features(backend, **ZOO[name].needs)
     inputs = padded_batch(left=True)
     with set_config(backend=backend):
         assert generate(dense_model(name), **inputs) == generate(eager_model(name), **inputs)

@@ -89,7 +89,7 @@ def calls_in(name: str) -> list[dict[str, Any]]:
 def change_calls(
     patch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Every call of the op in dense attention, with what ``change`` says about it changed; noted as it was."""
+    """Every call of the op in dense attention, changed as ``change`` says; noted as it was."""
     original, seen = dense_cache.attention, []
     names = [argument.name for argument in original._schema.arguments]
 
@@ -203,7 +203,10 @@ def test_padding_between_tokens_under_a_window_fails_compiled_too(fresh_compiler
     holes = family.inputs()["attention_mask"]
     holes[1, 4:6] = 0
     model = on_ops(model_and_truth("modernbert")[0], family)
-    with set_config(backend="TORCH_SDPA"), pytest.raises(ValueError, match=r"padding between tokens together with a sliding window of 7"):
+    with (
+        set_config(backend="TORCH_SDPA"),
+        pytest.raises(ValueError, match=r"padding between tokens together with a sliding window of 7"),
+    ):
         run(model, family, attention_mask=holes)
     compiled = attnbackend.compile(model, backend="TORCH_SDPA", compiler="aot_eager", fullgraph=True)
     judge("modernbert", run(compiled, family))
@@ -224,7 +227,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an image longer than the window": (
         "gemma3_images",
         {"token_type_ids": (torch.arange(17) < WINDOW + 3).long().expand(3, -1)},
-        rf"ranges longer than the window of {WINDOW}.*token {WINDOW} of sequence 0 sees keys 1 to {WINDOW + 2}",
+        rf"ranges longer than the window of {WINDOW}.*token {WINDOW} of sequence 0 sees keys 1 to "
+        rf"{WINDOW + 2}",
     ),
     "a mask of four dimensions": (
         "bert", {"attention_mask": torch.zeros(3, 1, 17, 17)},

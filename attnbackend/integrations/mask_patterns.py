@@ -123,7 +123,7 @@ def _positions(visible_BNL: Tensor, q_offset: int, kv_offset: int) -> tuple[Tens
 
 
 def _ranges_ahead(visible_BNL: Tensor, p_N: Tensor, j_L: Tensor) -> Tensor:
-    """Numbers of the queries' ranges, int64 [B, N]: a range is those with one last key ahead, and that key."""
+    """Numbers of the queries' ranges, int64 [B, N]: a range is those with one last key, and it."""
     last_BN = torch.where(visible_BNL, j_L, -1).amax(2).maximum(p_N)
     before_BN = torch.nn.functional.pad(last_BN, (1, 0), value=-1)[:, :-1]
     in_range_BN = (last_BN > p_N) | (before_BN == last_BN)

@@ -42,6 +42,7 @@ from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.served_model import AttentionLayer, ServedModel
 from attnbackend.runtime.step_graphs import GraphOptions, StepGraphs, StepInputs, inputs_of, make_dispatcher
 from attnbackend.selector import AttentionSelectorConfig, select_backend
+from attnbackend.types import AttentionType
 
 __all__ = ["LayerGroup", "ModelRunner", "RunnerOptions", "build_runner"]
 
@@ -282,6 +283,7 @@ def _group_layers(layers: Mapping[str, AttentionLayer], options: RunnerOptions) 
     """Layers by equal backend and parameters, in the order of first appearance."""
     grouped: dict[tuple[type[AttentionBackend], AttentionParams], list[str]] = {}
     for name, layer in layers.items():
+        _check_layer(name, layer.config)
         config = replace(layer.config, block_size=options.block_size, kv_cache_dtype=options.kv_cache_dtype)
         backend = select_backend(config, backend=options.backend).backend
         grouped.setdefault((backend, _params(config, layer.scale)), []).append(name)
@@ -290,6 +292,19 @@ def _group_layers(layers: Mapping[str, AttentionLayer], options: RunnerOptions) 
         LayerGroup(b, p, spec_of(p), tuple(names), {n: owners[n] for n in names if n in owners})
         for (b, p), names in grouped.items()
     ]
+
+
+def _check_layer(name: str, config: AttentionSelectorConfig) -> None:
+    """A batch holds tokens of decoders: prompts in parts, and no encoder's lengths or ranges."""
+    for field_name, allowed in (
+        ("attn_type", AttentionType.DECODER), ("causal", True), ("has_bidirectional_ranges", False),
+    ):  # fmt: skip
+        value = getattr(config, field_name)
+        if value != allowed:
+            raise ValueError(
+                f"layer {name!r} has {field_name}={value}; the engine serves layers of "
+                f"{field_name}={allowed} alone: run the model itself"
+            )
 
 
 def _params(config: AttentionSelectorConfig, scale: float) -> AttentionParams:
