@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from attnbackend import AttentionSelectorConfig, resolve_backend
-from attnbackend.registry import AttentionBackendEnum, backend_names
+from attnbackend.registry import AttentionBackendEnum
 from attnbackend.selector import backend_reasons
 from attnbackend.testing import AttentionCase
 
@@ -78,15 +76,8 @@ def require(backend: str, dtype: torch.dtype = torch.float32, device_type: str =
     """Skips, with the reason, where the backend cannot run on this machine's ``device_type``."""
     if device_type == "cpu" and backend == "TRITON_ATTN" and dtype is torch.bfloat16:
         pytest.skip("Triton's interpreter computes tl.dot on bfloat16 wrongly; needs a CUDA device")
-    require_features(backend, device_type=device_type)
-
-
-def require_features(backend: str, *, device_type: str = "cpu", **features: Any) -> None:
-    """Skips, with the reason, where the backend cannot run on ``device_type`` or does not claim a feature."""
-    if backend not in backend_names():
-        pytest.skip(f"{backend} is not registered")
     config = AttentionSelectorConfig.dense(
-        device_type=device_type, head_size=64, num_heads=4, num_kv_heads=2, dtype=torch.float32, **features
+        device_type=device_type, head_size=64, num_heads=4, num_kv_heads=2, dtype=torch.float32
     )
     reasons = backend_reasons(backend, config)
     if reasons:

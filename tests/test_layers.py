@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import require_features
+from backend_claims import require_features
 from torch import Tensor, nn
 from toy_models import BLOCK_SIZE, HEAD_SIZE, HEADS, KV_HEADS, random_batch
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from backend_claims import require_features
 from model_zoo import VOCAB_SIZE, WINDOW, ZOO, EagerReference, make_model
-from op_cases import require, require_features
+from op_cases import require
 from transformers import AttentionMaskInterface
 
 from attnbackend import Engine, SamplingParams, set_config

@@ -17,9 +17,9 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from backend_claims import require_features
 from family_zoo import FAMILIES, LENGTHS, Family, Truth, at_tokens, on_ops, tokens, truth
 from model_zoo import CHUNK, VOCAB_SIZE, WINDOW, ZOO, make_model
-from op_cases import require_features
 
 import attnbackend
 from attnbackend import Engine, set_config

@@ -20,8 +20,9 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from backend_claims import require_features
 from model_zoo import CHUNK, VOCAB_SIZE, WINDOW, ZOO, EagerReference, make_model
-from op_cases import require, require_features
+from op_cases import require
 
 from attnbackend import Engine, SamplingParams
 from attnbackend.compiler import make_compiler
