@@ -272,7 +272,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"sliding_window=4 and attention_chunk_size=8 are both given",
     ),
     "an encoder with a cache": (
-        lambda: EncoderAttention(4, 32, attn_type="decoder"), ValueError, r"attn_type='decoder' keeps a cache",
+        lambda: EncoderAttention(4, 32, attn_type="decoder"), ValueError, r"'decoder' keeps a cache",
     ),
     "heads that do not divide": (
         lambda: CrossAttention(4, 32, num_kv_heads=3), ValueError,
