@@ -19,10 +19,10 @@ pytest.importorskip("transformers")
 
 from backend_claims import require_features
 from family_zoo import FAMILIES, LENGTHS, Family, Truth, at_tokens, on_ops, tokens, truth
-from model_zoo import CHUNK, VOCAB_SIZE, WINDOW, ZOO, make_model
+from model_zoo import CHUNK, VOCAB_SIZE, WINDOW, ZOO, EagerReference, make_model
 
 import attnbackend
-from attnbackend import Engine, set_config
+from attnbackend import Engine, SamplingParams, set_config
 from attnbackend.integrations import dense_cache
 from attnbackend.integrations.layer_record import Recorder
 from attnbackend.integrations.mask_patterns import LocalMask, fit_ranges, local_mask
@@ -271,6 +271,28 @@ def test_an_engine_refuses_what_it_cannot_serve_and_leaves_the_model_as_it_was(n
     with pytest.raises(ValueError, match=ENGINE_REFUSALS[name]):
         Engine(model, num_blocks=12)
     assert model.config._attn_implementation == "eager"
+
+
+def test_an_engine_serves_a_model_of_images_as_text_and_refuses_what_stands_for_an_image() -> None:
+    model, params = FAMILIES["gemma3_images"].model(), SamplingParams(max_tokens=6, ignore_eos=True)
+    prompt = tokens()["input_ids"][1:2]
+    expected = model.generate(prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, 17:]
+    engine = Engine(model, backend="TORCH_SDPA", num_blocks=12, compile=False)
+    assert engine.generate([prompt[0].tolist()], params)[0].token_ids == expected.tolist()
+    with pytest.raises(ValueError, match=r"prompt token id 95 at position 1 is the model's image_token_id"):
+        engine.add_request([5, VOCAB_SIZE - 1], params)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama4_text", "gemma3n_text"])
+def test_a_decoder_compiles_as_a_whole_for_a_padded_batch(name: str, fresh_compiler: None) -> None:
+    model = make_model(name)
+    both = EagerReference(model).outputs("logits", **tokens())
+    model.set_attn_implementation(ATTN_IMPLEMENTATION)
+    compiled: Any = attnbackend.compile(model, backend="TORCH_SDPA", compiler="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        logits = compiled(**tokens(), use_cache=False).logits
+    valid = tokens()["attention_mask"].bool()
+    assert_within_rule(logits[valid], both.exact[valid], both.eager[valid])
 
 
 def test_a_layer_whose_mask_says_something_else_than_the_layer_is_not_served() -> None:

@@ -137,6 +137,7 @@ class TransformersModel:
         text_config = model.config.get_text_config()
         self.model = model
         self.vocab_size = int(text_config.vocab_size)
+        self.placeholders = _placeholders(model.config)
         self.max_model_len = _longest_sequence(text_config)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -267,6 +268,12 @@ def _release(model: nn.Module, owner: object = None) -> None:
         if isinstance(compiled_call(module), _CompiledLayer):
             set_compiled_call(module, None)
     unpack_linears(model)
+
+
+def _placeholders(config: Any) -> dict[int, str]:
+    """Token ids in whose place a model puts an image's or a sound's features."""
+    names = ("image_token_id", "video_token_id", "audio_token_id")
+    return {id: name for name in names if isinstance(id := getattr(config, name, None), int)}
 
 
 def _longest_sequence(config: Any) -> int:

@@ -111,6 +111,7 @@ class ModelRunner:
         self.model = model
         self.options = options
         self.vocab_size = model.vocab_size
+        self.placeholders: Mapping[int, str] = getattr(model, "placeholders", {})
         self.max_model_len = options.max_model_len or model.max_model_len
         self.block_size = options.block_size
         self.device = model.device
