@@ -87,7 +87,7 @@ class _Keys(NamedTuple):
         elif not bool(in_one_piece):
             raise ValueError(message)
 
-    def slots(self, length: int, chunk: int | None) -> tuple[Tensor | None, Tensor, int]:
+    def slots(self, length: int, chunk: int | None) -> tuple[Tensor, Tensor, int]:
         """Place of each key in its sequence [B, L], sequence lengths [B], and places a sequence needs.
 
         Padded keys go to the last place, behind every length. In a cache that dropped its first keys, chunks
