@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnbackend._torch_compat import compiled_call, run_module, set_compiled_call, with_own_code
 from attnbackend.compiler import make_compiler
+from attnbackend.fx_passes import GraphPass, MergeLinears, SelectBackend
 from attnbackend.integrations.dense_cache import attend_dense
 from attnbackend.integrations.dense_masks import (
     ATTN_IMPLEMENTATION,
@@ -31,6 +32,7 @@ from attnbackend.integrations.dense_masks import (
     make_mask,
 )
 from attnbackend.integrations.layer_record import Recorder, chunk_size_of
+from attnbackend.layers.merged_linears import merge_linears
 from attnbackend.layers.packed_linear import pack_linears, unpack_linears
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
 from attnbackend.ops.packed_linear import packed_weights_in_use
@@ -141,6 +143,8 @@ class TransformersModel:
         self.max_model_len = _longest_sequence(text_config)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
+        self.num_merged = 0
+        """Groups of linear layers whose weights were laid together, see `merge_linears`."""
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
         self._cache_argument = _cache_argument(model)
         try:
@@ -174,11 +178,17 @@ class TransformersModel:
             setattr(modules[name], _BOUND, layer)
             setattr(modules[name], _CHUNK, self._modules[modules[name]].config.attention_chunk_size)
         self._first = next((modules[name], layer) for name, layer in layers.items())
-        self.packing = pack_linears(self.model, max_bytes=free_memory(self.device) // 2)
+        if self.device.type == "cpu":
+            self.packing = pack_linears(self.model, max_bytes=free_memory(self.device) // 2)
+        else:
+            self.num_merged = merge_linears(self.model)
 
     def compile(self, backend: str | None) -> None:
         """Compiles each decoder layer for serving; equal layers share one compilation."""
-        self.compiler = make_compiler(backend)
+        passes: list[GraphPass] = [SelectBackend(backend)]
+        if self.num_merged:
+            passes.append(MergeLinears())
+        self.compiler = make_compiler(backend, passes=passes)
         runs: dict[Any, Callable[..., Any]] = {}
         for layer in _decoder_layers(self._modules, self.model):
             kind = self._kind_of(layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attnbackend.layers.attention import Attention
 from attnbackend.layers.encoder import CrossAttention, CrossTensors, EncoderAttention, EncoderTensors
+from attnbackend.layers.merged_linears import merge_linears
 from attnbackend.layers.packed_linear import PackedLinear, pack_linears, unpack_linears
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
 from attnbackend.layers.sharing import bind_layers
@@ -18,6 +19,7 @@ __all__ = [
     "EncoderTensors",
     "PackedLinear",
     "bind_layers",
+    "merge_linears",
     "pack_linears",
     "unpack_linears",
     "write_and_attend",

@@ -82,7 +82,7 @@ def define_function(
     return getattr(getattr(torch.ops, NAMESPACE), own).default
 
 
-_FAKE_SOURCES = ("calls", "checks", "attention_kinds", "bind", "packed_linear")
+_FAKE_SOURCES = ("calls", "checks", "attention_kinds", "bind", "packed_linear", "merged_linear")
 """Modules of this package that say what the ops take and what their fakes do."""
 
 

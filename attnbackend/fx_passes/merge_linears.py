@@ -1,0 +1,75 @@
+"""`MergeLinears`: linear layers that read one input become one `merged_linear`."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, GraphModule, Node
+
+from attnbackend.fx_passes.base import Change, GraphPass, PassReport
+from attnbackend.fx_passes.nodes import tensor_of
+from attnbackend.ops.merged_linear import merged_linear
+
+__all__ = ["MergeLinears"]
+
+
+class MergeLinears(GraphPass):
+    """Joins calls of ``F.linear`` on one input, of one dtype, all with a bias or all without.
+
+    It runs on Dynamo's graph. It pays where the weights lie together, see `layers.merge_linears`; where
+    they do not the answer is the same and a copy slower, so it is for those who laid them so.
+    """
+
+    name = "merge_linears"
+
+    def run(self, graph_module: GraphModule) -> PassReport:
+        graph = graph_module.graph
+        changes = tuple(_merge(graph, nodes) for nodes in _siblings(graph))
+        if changes:
+            graph_module.recompile()
+        return PassReport(self.name, changes)
+
+
+def _siblings(graph: Graph) -> list[list[Node]]:
+    groups: dict[Any, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is F.linear:
+            x, weight, bias = _arguments(node)
+            if isinstance(weight, Node) and weight.op in ("placeholder", "get_attr"):
+                groups.setdefault((x, tensor_of(weight).dtype, bias is None), []).append(node)
+    return [nodes for (x, *_), nodes in groups.items() if len(nodes) > 1 and not _is_written(x)]
+
+
+def _is_written(x: Node) -> bool:
+    """Whether anything writes ``x`` in place, so that its readers may not read the same."""
+    return any(
+        (user.op == "call_method" and str(user.target).endswith("_") and not str(user.target).endswith("__"))
+        or ((schema := getattr(user.target, "_schema", None)) is not None and schema.is_mutable)
+        for user in x.users
+    )
+
+
+def _arguments(node: Node) -> tuple[Any, Any, Any]:
+    named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
+    return named["input"], named["weight"], named.get("bias")
+
+
+def _merge(graph: Graph, nodes: list[Node]) -> Change:
+    """The joint product where the first of them is; each layer's share of it in its place."""
+    found = [_arguments(node) for node in nodes]
+    x, weights = found[0][0], [weight for _, weight, _ in found]
+    biases = [] if found[0][2] is None else [bias for *_, bias in found]
+    names = [node.name for node in nodes]
+    sizes = [tensor_of(weight).shape[0] for weight in weights]
+    with graph.inserting_before(nodes[0]):
+        whole = graph.call_function(merged_linear, (x, weights, biases))
+        parts = graph.call_function(torch.split, (whole, sizes, -1))
+        shares = [graph.call_function(operator.getitem, (parts, place)) for place in range(len(nodes))]
+    for node, share in zip(nodes, shares, strict=True):
+        share.meta = dict(node.meta)
+        node.replace_all_uses_with(share)
+        graph.erase_node(node)
+    return Change(", ".join(names), f"{len(nodes)} x linear", merged_linear.name(), f"all read {x.name}")

@@ -1,0 +1,161 @@
+"""Linear layers of one input as one product: the op, the memory that it wants, the pass that emits it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import attnbackend
+from attnbackend.fx_passes import MergeLinears, graph_text
+from attnbackend.layers import merge_linears
+from attnbackend.ops.merged_linear import joined, merged_linear
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(16, 24, bias=bias)
+        self.k_proj = nn.Linear(16, 8, bias=bias)
+        self.v_proj = nn.Linear(16, 8, bias=bias)
+        self.gate_proj = nn.Linear(24, 32)
+        self.up_proj = nn.Linear(24, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        mixed = q + torch.cat([k, v, k], -1)
+        return self.gate_proj(mixed).relu() * self.up_proj(mixed)
+
+
+def block(bias: bool = False) -> Block:
+    torch.manual_seed(0)
+    return Block(bias).requires_grad_(False)
+
+
+def x(rows: int = 5) -> Tensor:
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_lie_together_and_the_model_is_the_same(bias: bool) -> None:
+    model = block(bias)
+    expected, state = model(x()), copy.deepcopy(model.state_dict())
+    assert merge_linears(model) == 2
+    assert joined([model.q_proj.weight, model.k_proj.weight, model.v_proj.weight]) is not None
+    assert torch.equal(model(x()), expected)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+    assert merge_linears(model) == 2, "merging again changes nothing"
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_op_gives_each_layer_s_output(together: bool, bias: bool) -> None:
+    model = block(bias)
+    if together:
+        merge_linears(model)
+    layers = [model.q_proj, model.k_proj, model.v_proj]
+    biases = [layer.bias for layer in layers] if bias else []
+    got = merged_linear(x(), [layer.weight for layer in layers], biases)
+    torch.testing.assert_close(got, torch.cat([layer(x()) for layer in layers], -1), rtol=1e-6, atol=1e-6)
+    torch.library.opcheck(merged_linear, (x(), [layer.weight for layer in layers], biases))
+
+
+def test_a_weight_written_after_merging_is_read() -> None:
+    model = block()
+    merge_linears(model)
+    model.k_proj.weight.zero_()
+    layers = [model.q_proj, model.k_proj, model.v_proj]
+    assert not merged_linear(x(), [layer.weight for layer in layers], [])[:, 24:32].any()
+
+
+def test_only_neighbours_of_one_buffer_are_joined() -> None:
+    whole = torch.arange(12.0).view(6, 2)
+    assert torch.equal(joined([whole[:4], whole[4:]]), whole)  # type: ignore[arg-type]
+    assert joined([whole[4:], whole[:4]]) is None
+    assert joined([whole[:3], whole[4:]]) is None
+    assert joined([whole[:4], whole[4:].clone()]) is None
+    assert joined([whole[:, :1], whole[:, 1:]]) is None
+
+
+ALONE = {
+    "another dtype": lambda m: setattr(m, "k_proj", m.k_proj.double()),
+    "another width": lambda m: setattr(m, "k_proj", nn.Linear(12, 8, bias=False)),
+    "a bias": lambda m: setattr(m, "k_proj", nn.Linear(16, 8)),
+    "another class": lambda m: setattr(m, "k_proj", nn.Identity()),
+    "a shared weight": lambda m: setattr(m, "other", m.k_proj) or setattr(m, "third", nn.Linear(16, 8)),
+}
+
+
+@pytest.mark.parametrize("why", [name for name in ALONE if name != "a shared weight"])
+def test_layers_that_do_not_fit_are_left_alone(why: str) -> None:
+    model = block()
+    ALONE[why](model)
+    assert merge_linears(model) == 1
+
+
+def test_a_shared_weight_is_left_alone() -> None:
+    model = block()
+    model.other = nn.Linear(16, 8, bias=False)
+    model.other.weight = model.k_proj.weight
+    assert merge_linears(model) == 1
+    assert model.other.weight is model.k_proj.weight
+
+
+def test_the_pass_joins_layers_of_one_input() -> None:
+    model = block()
+    merge_linears(model)
+    compiled = attnbackend.compile(model, compiler="eager", passes=[MergeLinears()])
+    torch.testing.assert_close(compiled(x()), block()(x()), rtol=1e-6, atol=1e-6)
+    (report,) = compiled.attnbackend_compiler.reports
+    assert [change.before for change in report.changes] == ["3 x linear", "2 x linear"]
+
+
+def test_the_graph_before_and_after() -> None:
+    seen: list[str] = []
+
+    def record(graph_module: torch.fx.GraphModule, example_inputs: object) -> torch.fx.GraphModule:
+        seen.append(graph_text(graph_module))
+        MergeLinears().run(graph_module)
+        seen.append(graph_text(graph_module))
+        return graph_module
+
+    torch.compile(lambda x, a, b: nn.functional.linear(x, a) + nn.functional.linear(x, b), backend=record)(
+        torch.ones(2, 4), torch.ones(3, 4), torch.ones(3, 4)
+    )
+    assert_expected_inline(
+        seen[1],
+        """\
+l_x_: input
+l_a_: input
+l_b_: input
+merged_linear_default = attnbackend::merged_linear(l_x_, [l_a_, l_b_], [])
+split = split(merged_linear_default, [3, 3], -1)
+getitem = getitem(split, 0)
+getitem_1 = getitem(split, 1)
+add = add(getitem, getitem_1)
+return [add]""",
+    )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, a, b: nn.functional.linear(x, a) + nn.functional.linear(x + 1, b),
+        lambda x, a, b: nn.functional.linear(x, a) + nn.functional.linear(x.add_(1), b),
+        lambda x, a, b: nn.functional.linear(x, a) + nn.functional.linear(x, b, b[:, 0]),
+        lambda x, a, b: nn.functional.linear(x, a) + nn.functional.linear(x, a + b),
+    ],
+    ids=["two_inputs", "written_between", "one_bias", "a_computed_weight"],
+)
+def test_the_pass_leaves_others_alone(function: object) -> None:
+    arguments = (torch.ones(2, 4), torch.ones(3, 4), torch.ones(3, 4))
+    expected = function(*(a.clone() for a in arguments))  # type: ignore[operator]
+    compiled = attnbackend.compile(function, compiler="eager", passes=[MergeLinears()])  # type: ignore[type-var]
+    assert torch.equal(compiled(*arguments), expected)  # type: ignore[operator]
+    assert not compiled.attnbackend_compiler.reports[0].changes  # type: ignore[attr-defined]
