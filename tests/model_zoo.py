@@ -27,12 +27,20 @@ _ONE_KV_HEAD = {"num_attention_heads": 2, "num_key_value_heads": 1}
 """For those that derive the head size from the others: 32 here too."""
 
 
+CHUNK = 5
+"""Of chunked local attention; smaller than every prompt of the tests, and no divisor of a block."""
+
+
 class Architecture(NamedTuple):
     """A causal language model of transformers: names of its classes, and what differs from `_SIZES`."""
 
     prefix: str
     changes: dict[str, Any]
     without: tuple[str, ...] = ()
+    config: str | None = None
+    """Name of the configuration's class; None: the prefix and "Config"."""
+    needs: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    """Fields of a selector's configuration that not every backend serves."""
 
 
 ZOO = {
@@ -58,6 +66,48 @@ ZOO = {
     ),
     "phi3": Architecture("Phi3", _ONE_KV_HEAD, ("head_dim",)),
     "gpt_neox": Architecture("GPTNeoX", {"num_attention_heads": 2}, ("head_dim", "num_key_value_heads")),
+    "llama4_text": Architecture(
+        "Llama4", {
+            "intermediate_size_mlp": 96, "attention_chunk_size": CHUNK, "no_rope_layers": [1, 0],
+            "moe_layers": [], "floor_scale": 4, "attn_scale": 0.5, "num_local_experts": 2,
+        }, config="Llama4TextConfig", needs={"attention_chunk_size": CHUNK},
+    ),
+    "gemma3_text": Architecture(
+        "Gemma3", {
+            "num_hidden_layers": 6, "sliding_window": WINDOW, "query_pre_attn_scalar": 20,
+            "tie_word_embeddings": False,
+        }, config="Gemma3TextConfig",
+    ),
+    "gemma3n_text": Architecture(
+        "Gemma3n", {
+            "num_hidden_layers": 5, "num_kv_shared_layers": 2, "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention"] + ["sliding_attention", "full_attention"] * 2,
+            "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16,
+            "altup_num_inputs": 2,
+            "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 5, "tie_word_embeddings": False,
+        }, config="Gemma3nTextConfig",
+    ),
+    "gemma4_text": Architecture(
+        "Gemma4", {
+            "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": WINDOW,
+            "global_head_dim": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16,
+            "tie_word_embeddings": False,
+        }, config="Gemma4TextConfig",
+    ),
+    "cohere2": Architecture(
+        "Cohere2", _ONE_KV_HEAD | _ALTERNATING | {"tie_word_embeddings": False}, ("head_dim",)
+    ),
+    "olmo2": Architecture("Olmo2", _ONE_KV_HEAD, ("head_dim",)),
+    "granite": Architecture(
+        "Granite", _ONE_KV_HEAD | {"attention_multiplier": 0.4, "residual_multiplier": 0.7}, ("head_dim",)
+    ),
+    "glm": Architecture("Glm", {"partial_rotary_factor": 0.5, "attention_bias": True}),
+    "smollm3": Architecture(
+        "SmolLM3", _ONE_KV_HEAD | _ALTERNATING | {"no_rope_layers": [1, 0], "use_sliding_window": True},
+        ("head_dim",),
+    ),
 }  # fmt: skip
 
 
@@ -65,18 +115,18 @@ def make_model(name: str, **changes: Any) -> Any:
     """A float32 model in evaluation mode with eager attention and weights from a fixed seed."""
     import transformers
 
-    prefix, own, without = ZOO[name]
+    prefix, own, without, config_name, _ = ZOO[name]
     sizes = {key: value for key, value in (_SIZES | own | changes).items() if key not in without}
-    config = getattr(transformers, f"{prefix}Config")(**sizes)
+    config = getattr(transformers, config_name or f"{prefix}Config")(**sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval().requires_grad_(False)
         for parameter_name, parameter in model.named_parameters():
-            _initialize(parameter_name, parameter)
+            initialize(parameter_name, parameter)
     return model
 
 
-def _initialize(name: str, parameter: Tensor) -> None:
+def initialize(name: str, parameter: Tensor) -> None:
     """Large enough that attention is neither uniform nor one-hot, and that sinks and biases count."""
     if "embed" in name:
         nn.init.normal_(parameter, std=0.3)
@@ -89,7 +139,7 @@ def _initialize(name: str, parameter: Tensor) -> None:
 
 
 class LogitsOf(NamedTuple):
-    """What transformers' own eager attention gives for one sequence, [L, V] each."""
+    """What transformers' own eager attention gives, [L, V] each for one sequence."""
 
     exact: Tensor
     """float64 throughout, but for the rotary angles, which are those of the float32 model."""
@@ -98,23 +148,34 @@ class LogitsOf(NamedTuple):
 
 
 class EagerReference:
-    """transformers' eager attention in float64 and in float32, over whole sequences without a cache."""
+    """transformers' eager attention in float64 and in float32, without a cache."""
 
     def __init__(self, model: Any) -> None:
         self._float32 = copy.deepcopy(model)
         self._float32.set_attn_implementation("eager")
         self._float32.set_experts_implementation("eager")  # grouped_mm has no float64
         self._float64 = copy.deepcopy(self._float32).double()
-        self._float64.base_model.rotary_emb = _Float32Rotary(self._float32.base_model.rotary_emb)
+        for module in [m for m in self._float64.modules() if hasattr(m, "rotary_emb")]:
+            module.rotary_emb = _Float32Rotary(copy.deepcopy(module.rotary_emb).float())
 
     def logits(self, token_ids: Sequence[int]) -> LogitsOf:
-        ids = torch.tensor([token_ids])
+        """Of one whole sequence."""
+        exact, eager = self.outputs("logits", input_ids=torch.tensor([token_ids]))
+        return LogitsOf(exact[0], eager[0])
+
+    def outputs(self, name: str, **inputs: Tensor) -> LogitsOf:
+        """A field of the model's output, [B, L, V], for a batch."""
+        wide = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
         with torch.no_grad():
-            eager = self._float32(input_ids=ids, use_cache=False).logits[0]
+            eager = getattr(self._float32(**inputs, **self._options), name)
             with _AlwaysDouble():
-                exact = self._float64(input_ids=ids, use_cache=False).logits[0]
+                exact = getattr(self._float64(**wide, **self._options), name)
         assert exact.dtype == torch.float64
         return LogitsOf(exact, eager)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"use_cache": False} if hasattr(self._float32.config, "use_cache") else {}
 
 
 class _AlwaysDouble(TorchFunctionMode):
@@ -141,7 +202,10 @@ class _Float32Rotary(nn.Module):
         super().__init__()
         self._inner = inner
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor] | Tensor:
         with torch._C.DisableTorchFunction():
-            cos, sin = self._inner(x.float(), *args, **kwargs)
+            angles = self._inner(x.float(), *args, **kwargs)
+            if isinstance(angles, Tensor):
+                return angles.to(torch.complex128)
+            cos, sin = angles
             return cos.double(), sin.double()

@@ -20,7 +20,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from model_zoo import VOCAB_SIZE, WINDOW, ZOO, EagerReference, make_model
+from backend_claims import require_features
+from model_zoo import CHUNK, VOCAB_SIZE, WINDOW, ZOO, EagerReference, make_model
 from op_cases import require
 
 from attnbackend import Engine, SamplingParams
@@ -140,10 +141,18 @@ def _judge_kind(kind: str, served: Served, sequences: dict[str, Any]) -> RuleRep
     return assert_within_rule(actual, exact, eager, what=f"logits of {kind}")
 
 
-@pytest.mark.parametrize("backend", ["TORCH_SDPA", "CPU_ATTN"])
+BACKENDS = [
+    "TORCH_SDPA",
+    "CPU_ATTN",
+    "FLEX_ATTENTION",
+    pytest.param("TRITON_ATTN", marks=pytest.mark.slow),  # interpreted
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ZOO)
 def test_served_logits_equal_eager_ones_in_every_kind_of_batch(name: str, backend: str) -> None:
-    require(backend, device_type="cpu")
+    require_features(backend, **ZOO[name].needs)
     model, reference = model_and_reference(name)
     served = serve(make_engine(model, backend))
     assert {row.kind for row in served.rows} == KINDS
@@ -172,7 +181,14 @@ MUTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss without its sinks": ("gpt_oss", {"sinks": None}),
     "gpt_oss without its windows": ("gpt_oss", {"sliding_window": None}),
     "llama's scale 0.1% off": ("llama", {"scale": 32**-0.5 * 1.001}),
+    "llama4's chunks one too long": ("llama4_text", {"attention_chunk_size": CHUNK + 1}),
+    "llama4's chunks one too short": ("llama4_text", {"attention_chunk_size": CHUNK - 1}),
+    "llama4 without its chunks": ("llama4_text", {"attention_chunk_size": None}),
+    "gemma3's windows one too narrow": ("gemma3_text", {"sliding_window": WINDOW - 1}),
+    "granite scaled by its head size": ("granite", {"scale": 32**-0.5}),
 }
+_ONLY_WHERE_THERE_IS_ONE = ("llama4", "gemma3's")
+"""Of chunks and windows: other layers stay as they are."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -182,9 +198,34 @@ def test_the_rule_notices_a_feature_that_is_ignored_or_off(
     name, changed = MUTANTS[mutant]
     model, reference = model_and_reference(name)
     original = integration.write_and_attend
-    monkeypatch.setattr(
-        integration, "write_and_attend", lambda *args, **features: original(*args, **(features | changed))
-    )
+
+    def write_and_attend(*args: Any, **features: Any) -> Tensor:
+        local = mutant.startswith(_ONLY_WHERE_THERE_IS_ONE)
+        own = {key: x for key, x in changed.items() if not local or features[key] is not None}
+        return original(*args, **(features | own))
+
+    monkeypatch.setattr(integration, "write_and_attend", write_and_attend)
+    with pytest.raises(AssertionError, match="ratio"):
+        judge(serve(make_engine(model, "TORCH_SDPA")), reference)
+
+
+def test_the_rule_notices_a_layer_that_reads_another_layer_s_cache_than_it_shares() -> None:
+    model, reference = make_model("gemma3n_text"), model_and_reference("gemma3n_text")[1]
+    engine = make_engine(model, "TORCH_SDPA")
+    layers = [layer.self_attn for layer in model.model.layers]
+    shared = layers[3].attnbackend_layer
+    assert shared.kv_cache is layers[1].attnbackend_layer.kv_cache
+    layers[3].attnbackend_layer = shared._replace(kv_cache=layers[0].attnbackend_layer.kv_cache)
+    with pytest.raises(AssertionError, match="ratio"):
+        judge(serve(engine), reference)
+
+
+def test_the_rule_notices_positions_counted_from_a_token_s_place_in_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Llama 4 scales queries by their position, which its layers count from the cache's length."""
+    monkeypatch.setattr(integration, "_cache_argument", lambda model: None)
+    model, reference = model_and_reference("llama4_text")
     with pytest.raises(AssertionError, match="ratio"):
         judge(serve(make_engine(model, "TORCH_SDPA")), reference)
 
@@ -192,7 +233,9 @@ def test_the_rule_notices_a_feature_that_is_ignored_or_off(
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("llama", "gemma2", "gpt_oss") else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name in ("llama", "gemma2", "gpt_oss", "llama4_text", "gemma3n_text")
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in ZOO
     ],
 )

@@ -10,9 +10,10 @@ K key-value heads, D head size.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,21 +24,28 @@ from attnbackend._torch_compat import compiled_call, run_module, set_compiled_ca
 from attnbackend.compiler import make_compiler
 from attnbackend.fx_passes import GraphPass, MergeLinears, SelectBackend
 from attnbackend.integrations.dense_cache import attend_dense
+from attnbackend.integrations.dense_masks import (
+    ATTN_IMPLEMENTATION,
+    DenseMask,
+    check_layer_types,
+    listener,
+    make_mask,
+)
+from attnbackend.integrations.layer_record import Recorder, chunk_size_of
 from attnbackend.layers.merged_linears import merge_linears
 from attnbackend.layers.packed_linear import pack_linears, unpack_linears
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
 from attnbackend.ops.packed_linear import packed_weights_in_use
 from attnbackend.platforms import free_memory
 from attnbackend.runtime.served_model import AttentionLayer
-from attnbackend.selector import AttentionSelectorConfig
+from attnbackend.types import AttentionType
 
 __all__ = ["ATTN_IMPLEMENTATION", "TransformersModel", "attention_forward"]
 
-ATTN_IMPLEMENTATION = "attnbackend"
 _BATCH = "attnbackend_batch"
 _BOUND = "attnbackend_layer"
+_CHUNK = "attnbackend_chunk"
 _OWNER = "attnbackend_owner"
-_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _REFUSED = ("position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
 """Arguments that change the result and that the ops do not take."""
 
@@ -49,134 +57,66 @@ def attention_forward(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention function: query [B, H, N, D], key and value [B, K, L, D] -> [B, N, H, D].
 
+    Encoders attend to their own keys, cross attention to the encoder's, decoders to a cache.
+
     Raises:
-        ValueError: dropout, or an argument that the ops cannot honour.
+        ValueError: dropout, or an argument or mask that the ops cannot honour.
     """
-    _check_arguments(dropout, kwargs)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    _check_arguments(module, dropout, kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    features = {
-        "scale": scale, "causal": causal, "sliding_window": sliding_window,
-        "logits_soft_cap": softcap or 0.0, "sinks": s_aux,
+    features: dict[str, Any] = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "causal": bool(causal),
+        "sliding_window": sliding_window, "logits_soft_cap": softcap or 0.0, "sinks": s_aux,
     }  # fmt: skip
     batch = kwargs.get(_BATCH)
-    if batch is None:
-        _check_dense_mask(attention_mask)
-        return attend_dense(query, key, value, attention_mask, features), None
-    if isinstance(batch, _Recorder):
-        batch.check(module, query, value, attention_mask)
-        batch.layers[module] = _layer_of(query, key, features)
+    if isinstance(batch, BatchTensors):
+        features["attention_chunk_size"] = getattr(module, _CHUNK, None)
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        out_THD = write_and_attend(q_THD, k_TKD, v_TKD, getattr(module, _BOUND), batch, **features)
+        return out_THD.unsqueeze(0), None
+    if isinstance(batch, Recorder):
+        features["attention_chunk_size"] = chunk_size_of(module, sliding_window)
+        batch.ask(module, query, key, value, attention_mask, features)
         return torch.zeros_like(query.transpose(1, 2)), None
-    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    out_THD = write_and_attend(q_THD, k_TKD, v_TKD, getattr(module, _BOUND), batch, **features)
-    return out_THD.unsqueeze(0), None
+    mask = DenseMask.of(attention_mask)
+    features["causal"] = features["causal"] or mask.is_causal
+    features["attention_chunk_size"] = None
+    kind = _kind_of(module, query, key, features)
+    if kind is not AttentionType.ENCODER_DECODER:
+        features["attention_chunk_size"] = chunk_size_of(module, sliding_window)
+        features["sliding_window"] = mask.sliding_window or sliding_window
+    return attend_dense(query, key, value, mask.keys, features, kind), None
 
 
-def _check_arguments(dropout: float, kwargs: Mapping[str, Any]) -> None:
+def _kind_of(module: nn.Module, query: Tensor, key: Tensor, features: dict[str, Any]) -> AttentionType:
+    """What the keys are to the queries. Without padding and windows the kinds of encoders are one."""
+    if features["causal"]:
+        return AttentionType.DECODER
+    config = getattr(module, "config", None)
+    of_decoder = getattr(module, "is_decoder", getattr(config, "is_decoder", False))
+    if query.shape[2] != key.shape[2] or of_decoder or "cross" in type(module).__name__.lower():
+        return AttentionType.ENCODER_DECODER
+    two_parts = getattr(config, "is_encoder_decoder", False)
+    return AttentionType.ENCODER if two_parts else AttentionType.ENCODER_ONLY
+
+
+def _check_arguments(module: nn.Module, dropout: float, kwargs: Mapping[str, Any]) -> None:
     if dropout:
         raise ValueError(f"dropout={dropout}: attnbackend serves inference; call model.eval() first")
     for name in _REFUSED:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name} is not supported by attn_implementation={ATTN_IMPLEMENTATION!r}")
+            raise ValueError(
+                f"{type(module).__name__} passes {name}, which attn_implementation={ATTN_IMPLEMENTATION!r} "
+                "does not support; use attn_implementation='sdpa'"
+            )
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions=True needs attn_implementation='eager': no kernel forms the weights"
         )
 
 
-def _check_dense_mask(mask: Tensor | None) -> None:
-    if mask is not None and mask.dim() != 2:
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}; attn_implementation={ATTN_IMPLEMENTATION!r} "
-            "takes a padding mask [batch, tokens], since the ops make the causal mask themselves"
-        )
-
-
-@dataclass(frozen=True)
-class _Recorder:
-    """Stands in a batch's place to note what each layer asks of attention."""
-
-    no_mask: Tensor
-    layers: dict[nn.Module, AttentionLayer] = field(default_factory=dict)
-
-    def check(self, module: nn.Module, query: Tensor, value: Tensor, mask: Tensor | None) -> None:
-        """Refuses layers that the features of the ops do not describe in full."""
-        where = type(module).__name__
-        if module in self.layers:
-            raise ValueError(f"{where} calls attention twice a forward, and a layer has one cache")
-        if mask is not None and mask.data_ptr() != self.no_mask.data_ptr():
-            raise ValueError(f"{where} computes an attention mask of its own, which the ops do not take")
-        if value.shape[-1] != query.shape[-1]:
-            raise ValueError(
-                f"{where} has values of head size {value.shape[-1]} and queries of {query.shape[-1]}; "
-                "they must be equal"
-            )
-
-
-def _layer_of(query: Tensor, key: Tensor, features: dict[str, Any]) -> AttentionLayer:
-    config = AttentionSelectorConfig.dense(
-        device_type=query.device.type, head_size=query.shape[-1], num_heads=query.shape[1],
-        num_kv_heads=key.shape[1], dtype=query.dtype, causal=features["causal"],
-        sliding_window=features["sliding_window"], logits_soft_cap=features["logits_soft_cap"],
-        has_sinks=features["sinks"] is not None,
-    )  # fmt: skip
-    return AttentionLayer(config, features["scale"])
-
-
-def padding_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
-    mask_function: Any = None, attention_mask: Tensor | None = None, **kwargs: Any,
-) -> Tensor | None:  # fmt: skip
-    """transformers' mask function: the padding mask, bool [B, L], or None where nothing is padded.
-
-    Raises:
-        ValueError: keys of a static cache that are not filled yet, or a mask that is more than causal,
-            window and padding.
-    """
-    _check_plain_mask(**kwargs)
-    if kv_offset + kv_length != q_offset + q_length:
-        raise ValueError(
-            f"the cache holds {kv_length} keys from {kv_offset} and {q_offset + q_length} tokens were seen: "
-            "static caches are not supported (use a DynamicCache, or attnbackend.Engine), nor is a mask "
-            "of another length than the tokens"
-        )
-    if attention_mask is None:
-        return None
-    if attention_mask.shape[1] != kv_offset + kv_length:
-        raise ValueError(
-            f"attention_mask covers {attention_mask.shape[1]} tokens and {kv_offset + kv_length} were seen, "
-            "those in the cache included; give a mask over all of them, or none"
-        )
-    mask = attention_mask[:, -kv_length:].bool()
-    return None if bool(mask.all()) else mask
-
-
-def _check_plain_mask(
-    config: Any = None, allow_is_causal_skip: bool = False, allow_is_bidirectional_skip: bool = False,
-    local_size: int | None = None, **kwargs: Any,
-) -> None:  # fmt: skip
-    """transformers allows to leave out the mask, one way or the other, only where it is a plain one."""
-    if config is not None:
-        _check_config(config)
-    if not (allow_is_causal_skip or allow_is_bidirectional_skip) and torch.compiler.is_compiling():
-        raise ValueError(
-            "while it is traced, transformers cannot tell a plain mask from one of packed sequences: pass "
-            "attention_mask, or leave use_cache=True"
-        )
-    if not (allow_is_causal_skip or allow_is_bidirectional_skip):
-        raise ValueError(
-            "the attention mask is more than causal, window and padding (packed sequences with position_ids "
-            f"that start again, or a mask function): attn_implementation={ATTN_IMPLEMENTATION!r} does not "
-            "support that; give the sequences as a padded batch, or use attn_implementation='sdpa'"
-        )
-    if local_size is not None and not allow_is_causal_skip:
-        raise ValueError(
-            f"a window of {local_size} to both sides is not supported: the ops' windows reach back only"
-        )
-
-
 AttentionInterface.register(ATTN_IMPLEMENTATION, attention_forward)
-AttentionMaskInterface.register(ATTN_IMPLEMENTATION, padding_mask)
+AttentionMaskInterface.register(ATTN_IMPLEMENTATION, make_mask)
 
 
 class TransformersModel:
@@ -199,17 +139,21 @@ class TransformersModel:
         text_config = model.config.get_text_config()
         self.model = model
         self.vocab_size = int(text_config.vocab_size)
+        self.placeholders = _placeholders(model.config)
         self.max_model_len = _longest_sequence(text_config)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.num_merged = 0
         """Groups of linear layers whose weights were laid together, see `merge_linears`."""
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
+        self._cache_argument = _cache_argument(model)
         try:
-            self._modules = _record_layers(self)
+            recorder = _record_layers(self)
         except Exception as error:
             self.give_back()
             raise ValueError(f"{type(model).__name__} cannot be served: {error}") from error
+        self._modules = {module: asked.layer for module, asked in recorder.asked.items()}
+        self._sharing = recorder.sharing
 
     def give_back(self) -> None:
         """Sets the model's attention implementation to what it was, where no engine came of this."""
@@ -218,7 +162,11 @@ class TransformersModel:
     def attention_layers(self) -> dict[str, AttentionLayer]:
         """Every attention layer in the order in which they run, found by running the model on one token."""
         names = {module: name for name, module in self.model.named_modules()}
-        return {names[module]: layer for module, layer in self._modules.items()}
+        targets = {module: names[owner] for module, owner in self._sharing.items()}
+        return {
+            names[module]: replace(layer, kv_sharing_target=targets.get(module))
+            for module, layer in self._modules.items()
+        }
 
     def bind(self, layers: Mapping[str, BoundLayer]) -> None:
         """Gives each layer its cache, as attributes of its attention module, until this object goes."""
@@ -228,6 +176,7 @@ class TransformersModel:
         modules = dict(self.model.named_modules())
         for name, layer in layers.items():
             setattr(modules[name], _BOUND, layer)
+            setattr(modules[name], _CHUNK, self._modules[modules[name]].config.attention_chunk_size)
         self._first = next((modules[name], layer) for name, layer in layers.items())
         if self.device.type == "cpu":
             self.packing = pack_linears(self.model, max_bytes=free_memory(self.device) // 2)
@@ -240,9 +189,19 @@ class TransformersModel:
         if self.num_merged:
             passes.append(MergeLinears())
         self.compiler = make_compiler(backend, passes=passes)
-        run = torch.compile(with_own_code(run_module), backend=self.compiler, dynamic=True, fullgraph=True)
+        runs: dict[Any, Callable[..., Any]] = {}
         for layer in _decoder_layers(self._modules, self.model):
-            set_compiled_call(layer, _CompiledLayer(run, layer))
+            kind = self._kind_of(layer)
+            if kind not in runs:
+                runs[kind] = torch.compile(
+                    with_own_code(run_module), backend=self.compiler, dynamic=True, fullgraph=True
+                )
+            set_compiled_call(layer, _CompiledLayer(runs[kind], layer))
+
+    def _kind_of(self, layer: nn.Module) -> tuple[Any, ...]:
+        """Layers of a kind compile alike; Dynamo counts recompilations for each kind by itself."""
+        bound = [(m, getattr(m, _BOUND)) for m in layer.modules() if m in self._modules]
+        return tuple((b.group, b.writes_cache, m in self._sharing.values()) for m, b in bound)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, batch: BatchTensors
@@ -266,10 +225,33 @@ class TransformersModel:
     def _run(
         self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, batch: BatchTensors
     ) -> Any:  # fmt: skip
+        stand_in = {self._cache_argument: _Positions(positions)} if self._cache_argument else {}
         return self.model(
             input_ids=input_ids[None], position_ids=positions[None], attention_mask=self._no_mask,
-            use_cache=False, logits_to_keep=logits_indices, **{_BATCH: batch},
+            use_cache=False, logits_to_keep=logits_indices, **{_BATCH: batch}, **stand_in,
         )  # fmt: skip
+
+
+class _Positions:
+    """Stands in a cache's place for layers that count positions on from the cache's length (Llama 4)."""
+
+    def __init__(self, positions_T: Tensor) -> None:
+        self._ahead_T = positions_T - torch.arange(len(positions_T), device=positions_T.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """int64 [T]: what a token's place in the batch lacks to its position."""
+        return self._ahead_T
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def _cache_argument(model: nn.Module) -> str | None:
+    """The name of the cache's argument where layers ask the cache for positions; None: none does."""
+    if not any(getattr(module, "attn_temperature_tuning", False) for module in model.modules()):
+        return None
+    names = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 @dataclass(frozen=True)
@@ -290,11 +272,18 @@ def _release(model: nn.Module, owner: object = None) -> None:
         return
     model.__dict__.pop(_OWNER, None)
     for module in model.modules():
-        if hasattr(module, _BOUND):
-            delattr(module, _BOUND)
+        for name in (_BOUND, _CHUNK):
+            if hasattr(module, name):
+                delattr(module, name)
         if isinstance(compiled_call(module), _CompiledLayer):
             set_compiled_call(module, None)
     unpack_linears(model)
+
+
+def _placeholders(config: Any) -> dict[int, str]:
+    """Token ids in whose place a model puts an image's or a sound's features."""
+    names = ("image_token_id", "video_token_id", "audio_token_id")
+    return {id: name for name in names if isinstance(id := getattr(config, name, None), int)}
 
 
 def _longest_sequence(config: Any) -> int:
@@ -315,20 +304,6 @@ def _longest_sequence(config: Any) -> int:
     return longest
 
 
-def _check_config(config: Any) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - _SUPPORTED_LAYER_TYPES:
-        raise ValueError(
-            f"layer types {sorted(kinds - _SUPPORTED_LAYER_TYPES)} are not supported; "
-            f"allowed: {sorted(_SUPPORTED_LAYER_TYPES)}"
-        )
-    if not getattr(config, "is_causal", True):
-        raise ValueError(
-            "config.is_causal=False, a decoder made to look ahead, is not supported; use "
-            "attn_implementation='sdpa'"
-        )
-
-
 def _check_model(model: Any) -> None:
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "generation_config"):
         raise TypeError(
@@ -338,22 +313,29 @@ def _check_model(model: Any) -> None:
         raise ValueError("the model is in training mode; call model.eval() first")
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoders can be served")
-    _check_config(model.config.get_text_config())
+    check_layer_types(model.config.get_text_config())
 
 
-def _record_layers(model: TransformersModel) -> dict[nn.Module, AttentionLayer]:
-    """Runs the model on one token with attention that only notes what it is asked for."""
-    recorder = _Recorder(model._no_mask)
-    with torch.no_grad():
-        model.model(
-            input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device),
-            attention_mask=model._no_mask, use_cache=False, **{_BATCH: recorder},
-        )  # fmt: skip
-    if not recorder.layers:
+def _record_layers(model: TransformersModel) -> Recorder:
+    """Runs the model on two tokens with masks and attention that only note what they are asked for."""
+    recorder = Recorder()
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    token = listener.set(recorder)
+    try:
+        with torch.no_grad():
+            model.model(
+                input_ids=tokens,
+                attention_mask=torch.ones_like(tokens),
+                use_cache=False,
+                **{_BATCH: recorder},
+            )
+    finally:
+        listener.reset(token)
+    if not recorder.asked:
         raise ValueError(
             f"{type(model.model).__name__} did not call its attention interface and cannot be served"
         )
-    return recorder.layers
+    return recorder
 
 
 def _decoder_layers(attention_modules: Mapping[nn.Module, Any], model: nn.Module) -> list[nn.Module]:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from attnbackend.layers.attention import Attention
+from attnbackend.layers.encoder import CrossAttention, CrossTensors, EncoderAttention, EncoderTensors
 from attnbackend.layers.merged_linears import merge_linears
 from attnbackend.layers.packed_linear import PackedLinear, pack_linears, unpack_linears
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
+from attnbackend.layers.sharing import bind_layers
 
 __all__ = [
     "Attention",
     "BatchTensors",
     "BoundLayer",
+    "CrossAttention",
+    "CrossTensors",
+    "EncoderAttention",
+    "EncoderTensors",
     "PackedLinear",
+    "bind_layers",
     "merge_linears",
     "pack_linears",
     "unpack_linears",

@@ -21,12 +21,15 @@ class Attention(nn.Module):
         scale: factor of the logits; None: head_size ** -0.5.
         num_kv_heads: key-value heads; None: num_heads.
         sliding_window: keys a query sees, itself included; None: all.
+        attention_chunk_size: queries see keys of their own chunk of so many positions only; None: all.
         logits_soft_cap: c in ``c * tanh(s / c)``; 0 for none.
         alibi_slopes: float32 [H].
         sinks: [H], one more logit in the softmax's denominator.
+        kv_sharing_target: name of an earlier layer whose cache this one reads, writing none; `bind_layers`
+            gives it.
 
     Raises:
-        ValueError: num_heads is not a multiple of num_kv_heads.
+        ValueError: num_heads is not a multiple of num_kv_heads, or both a window and chunks.
     """
 
     def __init__(
@@ -37,17 +40,25 @@ class Attention(nn.Module):
         num_kv_heads: int | None = None,
         *,
         sliding_window: int | None = None,
+        attention_chunk_size: int | None = None,
         logits_soft_cap: float = 0.0,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
+        kv_sharing_target: str | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if sliding_window is not None and attention_chunk_size is not None:
+            raise ValueError(
+                f"sliding_window={sliding_window} and attention_chunk_size={attention_chunk_size} are both "
+                "given; expected one of the two"
+            )
         self.scale = head_size**-0.5 if scale is None else scale
-        self.sliding_window = sliding_window
+        self.sliding_window, self.attention_chunk_size = sliding_window, attention_chunk_size
+        self.kv_sharing_target = kv_sharing_target
         self.logits_soft_cap = logits_soft_cap
         self.kv_cache_dtype, self.group = "auto", -1
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
@@ -56,33 +67,51 @@ class Attention(nn.Module):
             self.register_buffer(name, None, persistent=False)
 
     def bind(self, layer: BoundLayer) -> None:
-        """Gives the layer its cache."""
+        """Gives the layer its cache, or that of the layer with which it shares one."""
         self.kv_cache, self.k_scale, self.v_scale = layer.kv_cache, layer.k_scale, layer.v_scale
         self.kv_cache_dtype, self.group = layer.kv_cache_dtype, layer.group
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: BatchTensors) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, batch: BatchTensors,
+        bidirectional_ranges: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of the new tokens.
 
         Args:
             query: [T, H * D] or [T, H, D].
-            key, value: [T, K * D] or [T, K, D].
+            key, value: [T, K * D] or [T, K, D]; None where another layer's cache is read.
+            batch: where the tokens belong.
+            bidirectional_ranges: int32 [R, G, 2], positions [start, end) that see all of each other; a range
+                must be computed in one step. None: there are none.
 
         Returns:
             In the shape of ``query``.
 
         Raises:
             RuntimeError: no cache was bound.
+            ValueError: keys for a layer that writes none, or none for one that does.
         """
         if self.kv_cache is None:
             raise RuntimeError(
                 "this Attention layer has no cache; call bind(BoundLayer(kv_cache, ...)) first"
             )
-        layer = BoundLayer(self.kv_cache, self.kv_cache_dtype, self.group, self.k_scale, self.v_scale)
-        k_TKD, v_TKD = (x.view(-1, self.num_kv_heads, self.head_size) for x in (key, value))
+        shares = self.kv_sharing_target
+        if (key is None or value is None) is (shares is None):
+            raise ValueError(
+                f"key and value are {'None' if key is None else 'given'} and kv_sharing_target={shares!r}; a "
+                "layer with a cache of its own takes both, one that reads another's takes None for both"
+            )
+        layer = BoundLayer(
+            self.kv_cache, self.kv_cache_dtype, self.group, self.k_scale, self.v_scale, shares is None
+        )
+        k_TKD, v_TKD = (
+            x if x is None else x.view(-1, self.num_kv_heads, self.head_size) for x in (key, value)
+        )
         out_THD = write_and_attend(
             query.view(-1, self.num_heads, self.head_size), k_TKD, v_TKD, layer, batch,
-            scale=self.scale, sliding_window=self.sliding_window, logits_soft_cap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes, sinks=self.sinks,
+            scale=self.scale, sliding_window=self.sliding_window,
+            attention_chunk_size=self.attention_chunk_size, logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes, sinks=self.sinks, bidirectional_ranges=bidirectional_ranges,
         )  # fmt: skip
         return out_THD.view(query.shape)
 

@@ -40,6 +40,8 @@ class BoundLayer(NamedTuple):
     """KV cache group, whose plan of a step applies."""
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    writes_cache: bool = True
+    """False: the cache is another layer's, which has written the step's keys and values before."""
 
     def __deepcopy__(self, memo: object) -> None:
         """A copied model has no cache: it is the engine's, not the model's."""
@@ -50,13 +52,14 @@ class BoundLayer(NamedTuple):
 
 
 def write_and_attend(
-    query: Tensor, key: Tensor, value: Tensor, layer: BoundLayer, batch: BatchTensors, **features: Any
+    query: Tensor, key: Tensor | None, value: Tensor | None, layer: BoundLayer, batch: BatchTensors,
+    **features: Any,
 ) -> Tensor:  # fmt: skip
     """Attention of the new tokens over the layer's cache, the new tokens included.
 
     Args:
         query: [T, H, D].
-        key, value: [T, K, D]; written to the cache first.
+        key, value: [T, K, D]; written to the cache first. Ignored where the cache is another layer's.
         layer: the cache and its scales.
         batch: where the tokens belong.
         features: ``scale`` and the optional keyword arguments of the attention op.
@@ -68,7 +71,12 @@ def write_and_attend(
         "k_scale": layer.k_scale, "v_scale": layer.v_scale, "kv_cache_dtype": layer.kv_cache_dtype,
         "group": layer.group,
     }  # fmt: skip
-    kv_cache_update(key, value, layer.kv_cache, batch.slot_mapping, **shared)
+    if layer.writes_cache:
+        assert key is not None
+        assert value is not None
+        kv_cache_update(key, value, layer.kv_cache, batch.slot_mapping, **shared)
+    else:
+        key = value = None
     output = query.new_empty(query.shape)
     attention(
         query, key, value, layer.kv_cache, output, batch.query_start_loc, batch.seq_lens, batch.block_table,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from attnbackend.runtime.block_allocator import RESERVED_BLOCKS
 from attnbackend.runtime.detokenizer import Tokenizer
@@ -25,6 +25,7 @@ class AdmissionRules:
         num_blocks: blocks of the cache with the reserved one.
         block_size: tokens a block.
         tokenizer: None when prompts can only be token ids.
+        placeholders: token ids that stand for something else than text, with what the model calls them.
     """
 
     vocab_size: int
@@ -32,12 +33,14 @@ class AdmissionRules:
     num_blocks: int
     block_size: int
     tokenizer: Tokenizer | None
+    placeholders: Mapping[int, str] = field(default_factory=dict)
 
     def prompt_token_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked.
 
         Raises:
-            ValueError: empty, a string without a tokenizer, or an id outside the vocabulary.
+            ValueError: empty, a string without a tokenizer, an id outside the vocabulary, or one that
+                stands for an image or a sound.
             TypeError: neither a string nor a sequence of integers.
         """
         token_ids = self._encode(prompt) if isinstance(prompt, str) else _integers(prompt)
@@ -47,6 +50,7 @@ class AdmissionRules:
                 f"predict the next (the model's begin-of-sequence token will do)"
             )
         self._check_vocabulary("prompt token id", token_ids)
+        self._check_placeholders(token_ids)
         return token_ids
 
     def check_params(self, params: SamplingParams) -> None:
@@ -87,6 +91,14 @@ class AdmissionRules:
                 f"give Engine a tokenizer, or give the prompt as a list of token ids"
             )
         return list(self.tokenizer.encode(prompt))
+
+    def _check_placeholders(self, token_ids: Sequence[int]) -> None:
+        for position, token_id in enumerate(token_ids):
+            if token_id in self.placeholders:
+                raise ValueError(
+                    f"prompt token id {token_id} at position {position} is the model's "
+                    f"{self.placeholders[token_id]}, and engines serve text alone; run the model itself"
+                )
 
     def _check_vocabulary(self, what: str, token_ids: Sequence[int]) -> None:
         for position, token_id in enumerate(token_ids):

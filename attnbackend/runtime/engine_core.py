@@ -63,6 +63,7 @@ class EngineCore:
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
             tokenizer=tokenizer,
+            placeholders=getattr(runner, "placeholders", {}),
         )
         self.scheduler = Scheduler(
             BlockAllocator(runner.num_blocks),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +32,7 @@ from attnbackend.kv_cache import (
     allocate_kv_cache,
     kv_cache_geometry,
     resolve_kv_cache_dtype,
+    resolve_kv_sharing,
     spec_of,
 )
 from attnbackend.layers.paged import BoundLayer
@@ -40,7 +41,8 @@ from attnbackend.platforms import free_memory
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.served_model import AttentionLayer, ServedModel
 from attnbackend.runtime.step_graphs import GraphOptions, StepGraphs, StepInputs, inputs_of, make_dispatcher
-from attnbackend.selector import select_backend
+from attnbackend.selector import AttentionSelectorConfig, select_backend
+from attnbackend.types import AttentionType
 
 __all__ = ["LayerGroup", "ModelRunner", "RunnerOptions", "build_runner"]
 
@@ -71,6 +73,13 @@ class LayerGroup:
     params: AttentionParams
     spec: AttentionSpec
     layers: tuple[str, ...]
+    owners: Mapping[str, str] = field(default_factory=dict)
+    """Layer that reads another's cache -> the one that it belongs to."""
+
+    @property
+    def owning_layers(self) -> tuple[str, ...]:
+        """Those with a cache of their own."""
+        return tuple(name for name in self.layers if name not in self.owners)
 
 
 def build_runner(model: Any, **options: Any) -> ModelRunner:
@@ -102,6 +111,7 @@ class ModelRunner:
         self.model = model
         self.options = options
         self.vocab_size = model.vocab_size
+        self.placeholders: Mapping[int, str] = getattr(model, "placeholders", {})
         self.max_model_len = options.max_model_len or model.max_model_len
         self.block_size = options.block_size
         self.device = model.device
@@ -233,18 +243,19 @@ class ModelRunner:
         return ForwardContext(plans)
 
     def _allocate(self) -> dict[str, Tensor]:
-        return {
+        caches = {
             name: allocate_kv_cache(group.backend, group.spec, self.num_blocks, self.device)
             for group in self.groups
-            for name in group.layers
+            for name in group.owning_layers
         }
+        return {name: caches[group.owners.get(name, name)] for group in self.groups for name in group.layers}
 
     def _bound_layers(self) -> dict[str, BoundLayer]:
         dtype = self.options.kv_cache_dtype
         scaled = resolve_kv_cache_dtype(dtype, self.model.dtype).itemsize == 1
         one = torch.ones(1, device=self.device) if scaled else None
         return {
-            name: BoundLayer(self.kv_caches[name], dtype, i, one, one)
+            name: BoundLayer(self.kv_caches[name], dtype, i, one, one, name not in group.owners)
             for i, group in enumerate(self.groups)
             for name in group.layers
         }
@@ -274,24 +285,66 @@ def _group_layers(layers: Mapping[str, AttentionLayer], options: RunnerOptions) 
     """Layers by equal backend and parameters, in the order of first appearance."""
     grouped: dict[tuple[type[AttentionBackend], AttentionParams], list[str]] = {}
     for name, layer in layers.items():
+        _check_layer(name, layer.config)
         config = replace(layer.config, block_size=options.block_size, kv_cache_dtype=options.kv_cache_dtype)
         backend = select_backend(config, backend=options.backend).backend
-        params = AttentionParams(
-            num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_size=config.head_size,
-            dtype=config.dtype, kv_cache_dtype=config.kv_cache_dtype, block_size=options.block_size,
-            device_type=config.device_type, scale=layer.scale, causal=config.causal,
-            sliding_window=config.sliding_window, logits_soft_cap=config.logits_soft_cap,
-            attn_type=config.attn_type,
-        )  # fmt: skip
-        grouped.setdefault((backend, params), []).append(name)
-    return [LayerGroup(b, p, spec_of(p), tuple(names)) for (b, p), names in grouped.items()]
+        grouped.setdefault((backend, _params(config, layer.scale)), []).append(name)
+    owners = _cache_owners(layers, grouped)
+    return [
+        LayerGroup(b, p, spec_of(p), tuple(names), {n: owners[n] for n in names if n in owners})
+        for (b, p), names in grouped.items()
+    ]
+
+
+def _check_layer(name: str, config: AttentionSelectorConfig) -> None:
+    """A batch holds tokens of decoders: prompts in parts, and no encoder's lengths or ranges."""
+    for field_name, allowed in (
+        ("attn_type", AttentionType.DECODER), ("causal", True), ("has_bidirectional_ranges", False),
+    ):  # fmt: skip
+        value = getattr(config, field_name)
+        if value != allowed:
+            raise ValueError(
+                f"layer {name!r} has {field_name}={value}; the engine serves layers of "
+                f"{field_name}={allowed} alone: run the model itself"
+            )
+
+
+def _params(config: AttentionSelectorConfig, scale: float) -> AttentionParams:
+    assert config.block_size is not None
+    return AttentionParams(
+        num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_size=config.head_size,
+        dtype=config.dtype, kv_cache_dtype=config.kv_cache_dtype, block_size=config.block_size,
+        device_type=config.device_type, scale=scale, causal=config.causal,
+        sliding_window=config.sliding_window, attention_chunk_size=config.attention_chunk_size,
+        logits_soft_cap=config.logits_soft_cap, attn_type=config.attn_type,
+    )  # fmt: skip
+
+
+def _cache_owners(
+    layers: Mapping[str, AttentionLayer],
+    grouped: Mapping[tuple[type[AttentionBackend], AttentionParams], Sequence[str]],
+) -> dict[str, str]:
+    """For each layer that reads another's cache, the layer that writes it."""
+    targets = {n: layer.kv_sharing_target for n, layer in layers.items() if layer.kv_sharing_target}
+    specs = {name: spec_of(params) for (_, params), names in grouped.items() for name in names}
+    backends = {name: backend for (backend, _), names in grouped.items() for name in names}
+    owners = resolve_kv_sharing(targets, specs)
+    for name, owner in owners.items():
+        if backends[name] is not backends[owner]:
+            raise ValueError(
+                f"layer {name!r} reads the cache of {owner!r}, and they are on different backends, "
+                f"{backends[name].get_name()} and {backends[owner].get_name()}; name one with backend="
+            )
+    return owners
 
 
 def _blocks_that_fit(
     groups: list[LayerGroup], max_model_len: int, options: RunnerOptions, device: torch.device
 ) -> int:
     """As many blocks as all requests at full length would need, or as a share of free memory holds."""
-    page_bytes = sum(kv_cache_geometry(g.backend, g.spec, 1).page_size_bytes * len(g.layers) for g in groups)
+    page_bytes = sum(
+        kv_cache_geometry(g.backend, g.spec, 1).page_size_bytes * len(g.owning_layers) for g in groups
+    )
     wanted = options.max_num_seqs * -(-max_model_len // options.block_size) + 1
     budget = int(free_memory(device) * _MEMORY_SHARE.get(device.type, 0.5))
     fitting = budget // page_bytes

@@ -21,6 +21,8 @@ class AttentionLayer:
 
     config: AttentionSelectorConfig
     scale: float
+    kv_sharing_target: str | None = None
+    """Name of the layer whose cache this one reads, writing none; None: it has its own."""
 
 
 class ServedModel(Protocol):
