@@ -70,13 +70,15 @@ class CaseGenerator:
         """What all cases start from: typical sizes, or the nearest that are claimed."""
         backend = self.backend
         limit = backend.max_group_size
-        dtypes = [d for d in (torch.float32, torch.bfloat16, torch.float16) if backend.supports_dtype(d)]
+        on_cpu = self.device_type == "cpu"
+        wanted = (torch.bfloat16, torch.float16, torch.float32)
+        dtypes = [d for d in (wanted[::-1] if on_cpu else wanted) if backend.supports_dtype(d)]
         if not dtypes:
             raise ValueError(f"{backend.get_name()} claims no dtype; state supported_dtypes")
         return {
-            "dtype": dtypes[0] if self.device_type == "cpu" else dtypes[min(1, len(dtypes) - 1)],
+            "dtype": dtypes[0],
             "kv_cache_dtype": "auto" if backend.supports_kv_cache_dtype("auto") else self._cache_dtype(),
-            "head_size": pick_size(backend.supported_head_sizes, 64),
+            "head_size": pick_size(backend.supported_head_sizes, 64 if on_cpu else 128),
             "block_size": pick_size(backend.supported_block_sizes, 16),
             "num_heads": 4 if limit is None or limit > 1 else 2,
             "num_kv_heads": 2,
