@@ -354,7 +354,8 @@ def test_a_graph_over_parts_replays_other_batches_and_prefixes(dtype: torch.dtyp
         assert held.sinks is not None
         assert batch.sinks is not None
         held.sinks.copy_(batch.sinks)
-        return dataclasses.replace(held, kv_cache=cache, block_table=table, case=batch.case)
+        written = {"key": batch.key, "value": batch.value, "slot_mapping": batch.slot_mapping}
+        return dataclasses.replace(held, kv_cache=cache, block_table=table, case=batch.case, **written)
 
     def build(batch: PagedBatch, prefix: int) -> Any:
         return builder.build(prefix, metadata(batch).replace(max_query_len=1, max_seq_len=width * 16))

@@ -189,6 +189,7 @@ def _visible_by_lists(packing: Packing, first: Tensor, stop: Tensor) -> list[set
     seen: list[set[int]] = []
     for place in range(len(first)):
         tile = place // size.queries
+        assert lists.partial.stride() == lists.full.stride(), "torch's kernel takes both by the first's"
         partial = tiles_of(lists.partial_count, lists.partial, tile)
         full = tiles_of(lists.full_count, lists.full, tile)
         assert len({*partial, *full}) == len(partial) + len(full), "a tile is listed twice"

@@ -1,6 +1,6 @@
 """The key tiles that each query tile reads, listed from intervals, never from a dense mask.
 
-Shape legend: Q query tiles, P and F the longest lists of partial and of full tiles.
+Shape legend: Q query tiles, P the longest list of any of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TileLists:
     full_count: Tensor
     """[1, 1, Q]: tiles in which every query sees every key."""
     full: Tensor
-    """[1, 1, Q, F]."""
+    """[1, 1, Q, P], as wide as ``partial``: torch's kernel steps through both with the strides of one."""
 
 
 def list_tiles(
@@ -54,19 +54,19 @@ def list_tiles(
     full_high = torch.maximum(filled[1] // size, full_low)
     # Partial tiles lie before and behind the full ones; with none of these they are one run.
     partial_count, full_count = (high - low) - (full_high - full_low), full_high - full_low
-    widths = [max(_LEAST, int(x.max()) if len(x) else 0) for x in (partial_count, full_count)]
+    width = max(_LEAST, *(int(x.max()) if len(x) else 0 for x in (partial_count, full_count)))
     table = torch.zeros(5, count, dtype=torch.int64)
     columns = (partial_count, low + first_tile, full_low - low, full_count, full_low + first_tile)
     for line, values in zip(table, columns, strict=True):
         line[: len(values)] = values
-    return _expand(table.to(device, torch.int32, non_blocking=True), widths)
+    return _expand(table.to(device, torch.int32, non_blocking=True), width)
 
 
-def _expand(table: Tensor, widths: list[int]) -> TileLists:
+def _expand(table: Tensor, width: int) -> TileLists:
     partial_count, low, before, full_count, full_low = table.unsqueeze(-1)
-    p_P, f_F = (torch.arange(width, device=table.device, dtype=torch.int32) for width in widths)
+    p_P = torch.arange(width, device=table.device, dtype=torch.int32)
     partial = low + p_P + torch.where(p_P >= before, full_count, 0)
     partial = torch.where(p_P < partial_count, partial, 0)
-    full = torch.where(f_F < full_count, full_low + f_F, 0)
+    full = torch.where(p_P < full_count, full_low + p_P, 0)
     counts = (partial_count.view(1, 1, -1), full_count.view(1, 1, -1))
     return TileLists(counts[0].contiguous(), partial[None, None], counts[1].contiguous(), full[None, None])
