@@ -92,7 +92,9 @@ def measure_batch(engine: Engine, batch: int, profile: bool = False) -> dict[str
     generator = torch.Generator().manual_seed(batch)
     for _ in range(batch):
         prompt = torch.randint(0, 128256, (_PROMPT,), generator=generator).tolist()
-        engine.add_request(prompt, SamplingParams(max_tokens=_STEPS + 40, ignore_eos=True))
+        engine.add_request(
+            prompt, SamplingParams(max_tokens=_STEPS + _WARM_UPS + batch // 8 + 2, ignore_eos=True)
+        )
     torch.cuda.synchronize()
     started = time.perf_counter()
     while len(engine.step()) < batch:

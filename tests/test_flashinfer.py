@@ -13,6 +13,7 @@ from op_cases import BATCHES, case, forward_op
 
 from attnbackend import AttentionSelectorConfig, CommonAttentionMetadata, resolve_backend
 from attnbackend.backends.flashinfer import planning
+from attnbackend.backends.flashinfer.backend import FlashInferBackend
 from attnbackend.backends.flashinfer.page_lists import PageLists, workspace_bytes
 from attnbackend.backends.flashinfer.planning import FlashInferMetadataBuilder, prefill_kernel
 from attnbackend.forward_context import ForwardContext, set_forward_context
@@ -156,13 +157,22 @@ def test_the_backend_over_the_stand_in_keeps_its_claims(library):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("feature", ["fp8_e5m2", "fp8_per_head_scales", "window_cap_and_sinks", "no_lse"])
+@pytest.mark.parametrize("feature", ["fp8_e5m2", "fp8_per_head_scales", "sinks", "window", "no_lse"])
 def test_scales_and_sinks_that_the_kernels_lack_are_applied(library, feature):
     asked = case(feature, dtype=torch.float16)
     with open_subject(FakeFlashInferBackend) as subject:
         batch = subject.batch(asked)
         subject.run_forward(batch)
     assert_attention_within_rule(batch)
+
+
+def test_a_window_with_a_soft_cap_is_refused():
+    asked = AttentionSelectorConfig.dense(
+        device_type="cuda", compute_capability=(9, 0), head_size=128, num_heads=8, num_kv_heads=2,
+        dtype=torch.bfloat16, sliding_window=128, logits_soft_cap=30.0,
+    )  # fmt: skip
+    (reason,) = FlashInferBackend.validate_configuration(asked)
+    assert str(reason).startswith("logits_soft_cap=30.0 (allowed: 0.0 with a window")
 
 
 def test_unclaimed_layers_are_refused_with_the_value():

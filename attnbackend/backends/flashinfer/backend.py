@@ -39,7 +39,6 @@ class FlashInferBackend(StandardCacheBackend):
     supports_logits_soft_cap = True
     supports_sinks = True
     supports_non_causal = True
-    supports_query_scale = True
     supports_output_scale = True
     supports_output_block_scale = True
     supports_per_head_quant_scales = True
@@ -86,6 +85,9 @@ class FlashInferBackend(StandardCacheBackend):
             return [
                 Reason("kv_cache_dtype", config.kv_cache_dtype, f"auto, fp8, or the query's {config.dtype}")
             ]
+        if config.sliding_window is not None and config.logits_soft_cap:
+            allowed = "0.0 with a window: kernels with both are not proven by the conformance kit"
+            return [Reason("logits_soft_cap", config.logits_soft_cap, allowed)]
         return []
 
 
