@@ -472,6 +472,17 @@ def test_pages_before_the_first_key_are_not_read(kernel: Any, options: Options, 
         assert torch.equal(found, right)
 
 
+def test_positions_before_the_first_lie_in_no_chunk_of_keys() -> None:
+    """Of 5 tokens over 3 keys the first two stand at -2 and -1, and -1 // 4 is not 0."""
+    batch = tiny([0] * 5, [0] * 3, [0, 1, 2])
+    found = first_lane(paged_attention, batch, causal=False, attention_chunk_size=4)
+    assert found == [0, 0, 1, 1, 1]
+    assert run(paged_attention, batch, Options(causal=False, attention_chunk_size=4))[1][:2, 0].tolist() == [
+        -INF,
+        -INF,
+    ]
+
+
 def test_known_masks() -> None:
     batch = tiny([0] * 6, [0] * 6, [0, 1, 2, 3, 4, 5])
     assert first_lane(paged_attention, batch, attention_chunk_size=4) == [0, 0.5, 1, 1.5, 4, 4.5]
