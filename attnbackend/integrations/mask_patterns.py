@@ -38,7 +38,7 @@ def local_mask(
         mask_function: of (batch, head, query position, key position), all tensors.
         local_size: what transformers calls the mask's reach; None for none.
         causal: whether the mask is.
-        device: where its tensors are.
+        device: where its tensors are; a model without storage is asked on the CPU.
 
     Raises:
         ValueError: neither a window nor chunks.
@@ -46,7 +46,8 @@ def local_mask(
     if local_size is None:
         return LocalMask(causal, None, None)
     asked = (1, local_size - 1, local_size, local_size + 1)
-    query = torch.tensor([3 * local_size], device=device)
+    has_values = torch.device(device).type != "meta"
+    query = torch.tensor([3 * local_size], device=device if has_values else "cpu")
     reach = [d for d in asked if bool(mask_function(query * 0, query * 0, query, query - d))]
     if local_size > 1 and 1 not in reach:
         return LocalMask(causal, None, local_size)
