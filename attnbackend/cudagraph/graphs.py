@@ -29,26 +29,6 @@ class GraphLibrary(Protocol):
     def capture(self, work: Work) -> Graph: ...
 
 
-class _DeviceMemory:
-    """Memory that its owner keeps, in the form in which libraries hand it to each other."""
-
-    def __init__(self, owner: object, x: Tensor) -> None:
-        self._owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (x.numel() * x.element_size(),), "typestr": "|u1", "data": (x.data_ptr(), False), "version": 2,
-        }  # fmt: skip
-
-
-def _without_its_memory(x: Tensor, owner: object) -> Tensor:
-    """The same tensor, not counted as a user of its memory: the graph that writes it keeps the pool.
-
-    So the graphs captured after it put their outputs there too: one batch's logits are held, not all sizes'.
-    """
-    assert x.is_contiguous(), "a model's logits are a new tensor"
-    raw = torch.as_tensor(_DeviceMemory(owner, x), device=x.device)
-    return raw.view(x.dtype).view(x.shape)
-
-
 class _CUDAGraph:
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
         self.output = output
@@ -77,8 +57,7 @@ class CUDAGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             output = work()
-        self._kept.append(_CUDAGraph(graph, _without_its_memory(output, graph)))
-        del output
+        self._kept.append(_CUDAGraph(graph, output))
         return self._kept[-1]
 
 
