@@ -83,7 +83,7 @@ def test_wrong_requests_exit_with_2(arguments: list[str], message: str) -> None:
 
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]),
+        **os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1",  # as the command `pytest` does
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "",
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "-p", "attnbackend_pytest", "-q", "-rA", *arguments]

@@ -5,6 +5,7 @@ Loaded by `attnbackend_pytest` when ``--attn-backend`` is given.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -53,6 +54,9 @@ class ConformancePlugin:
     def __init__(self, config: pytest.Config) -> None:
         config.addinivalue_line("markers", "attn_backend: a case of an attention backend's conformance")
         self._config = config
+        here = str(config.invocation_params.dir)
+        if here not in sys.path and any("." in named for named in config.getoption("attn_backend")):
+            sys.path.insert(0, here)  # a path may lead to a module there, as for `attnbackend check`
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, session: pytest.Session, items: list[pytest.Item]) -> None:
