@@ -26,6 +26,10 @@ class AttentionType(enum.StrEnum):
     ENCODER_ONLY = "encoder_only"
     ENCODER_DECODER = "encoder_decoder"
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"attn_type={value!r} is unknown; allowed: {', '.join(cls)}")
+
     @property
     def keeps_no_cache(self) -> bool:
         """Whether the keys are those of the call itself, in ``key`` and ``value``."""

@@ -354,7 +354,8 @@ def test_every_registered_name_is_listed_with_its_status():
     assert "cpu" in sdpa["devices"]
     assert sdpa["ops"] == ["attnbackend::torch_sdpa_forward"]
     assert sdpa["class_path"] == "attnbackend.backends.torch_sdpa.TorchSDPABackend"
-    assert "sliding window" in sdpa["features"]
+    assert {"sliding window", "encoder", "encoder only", "cross attention"} <= set(sdpa["features"])
+    assert "encoder" not in listed["FLASH_ATTN"]["features"]
     assert listed["CUSTOM"]["status"] == "not implemented"
     assert listed["CUSTOM"]["class_path"] is None
 

@@ -324,7 +324,7 @@ def test_dense_detects_the_capability_unless_it_is_given(monkeypatch):
         ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap=-1.0"),
         ({"logits_soft_cap": float("nan")}, ValueError, "logits_soft_cap=nan"),
         ({"logits_soft_cap": float("inf")}, ValueError, "logits_soft_cap=inf"),
-        ({"attn_type": "cross"}, ValueError, "'cross' is not a valid AttentionType"),
+        ({"attn_type": "cross"}, ValueError, "attn_type='cross' is unknown; allowed: decoder"),
         ({"kv_cache_layout": "DHN"}, ValueError, "'DHN' is not a valid KVCacheLayout"),
         ({"dtype": "bfloat16"}, TypeError, "dtype='bfloat16' must be a torch.dtype"),
     ],

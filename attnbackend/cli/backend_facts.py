@@ -20,6 +20,7 @@ from attnbackend.registry import (
     is_overridden,
     resolve_backend,
 )
+from attnbackend.types import AttentionType
 
 __all__ = ["BackendFacts", "all_backend_facts", "backend_facts", "present_device_types"]
 
@@ -43,6 +44,13 @@ _FLAGS = {
     "is_deterministic": "deterministic",
 }
 """Claim of the class -> what a person calls it."""
+
+_KINDS = {
+    AttentionType.ENCODER: "encoder",
+    AttentionType.ENCODER_ONLY: "encoder only",
+    AttentionType.ENCODER_DECODER: "cross attention",
+}
+"""Kinds of attention beside a decoder's -> what a person calls them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +151,8 @@ def _claims(cls: type[AttentionBackend]) -> dict[str, Any]:
 
 def _features(cls: type[AttentionBackend]) -> list[str]:
     flags = [words for claim, words in _FLAGS.items() if getattr(cls, claim)]
-    return [*flags, "LSE"] if cls.supports_lse() else flags
+    kinds = [words for kind, words in _KINDS.items() if cls.supports_attn_type(kind)]
+    return [*flags, *kinds, *(["LSE"] if cls.supports_lse() else [])]
 
 
 def _ops(name: str) -> list[str]:
