@@ -2,7 +2,8 @@
 
 Where a fault was reported is said beside its test. Those of registry, selection and cache layout are in
 ``test_registry.py``, ``test_selector.py`` and ``test_kv_cache.py``; those of compilation in
-``test_compile.py``, ``test_fx_passes.py`` and ``test_torch_compat.py``.
+``test_compile.py``, ``test_fx_passes.py`` and ``test_torch_compat.py``; those of CUDA graphs in
+``test_field_faults_graphs.py``.
 
 Shape legend: T tokens, L keys, H query heads, K key-value heads, D head size.
 """
@@ -27,13 +28,13 @@ backends = pytest.mark.parametrize("backend", DENSE_BACKENDS)
 
 def attend(
     backend: str, q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, *, seq_len: int | None = None,
-    dtype: torch.dtype = torch.float32, **features: Any,
+    dtype: torch.dtype = torch.float32, elsewhere: float = NAN, **features: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One request whose keys lie in blocks 2, 1, 3, ... of a cache that is NaN elsewhere."""
+    """One request whose keys lie in blocks 2, 1, 3, ... of a cache of ``elsewhere`` beside them."""
     require(backend)
     length = len(k_LKD) if seq_len is None else seq_len
     pages = max(1, -(-len(k_LKD) // BLOCK))
-    cache = torch.full((pages + 2, 2, BLOCK, k_LKD.shape[1], D), NAN).to(dtype)
+    cache = torch.full((pages + 2, 2, BLOCK, k_LKD.shape[1], D), elsewhere).to(dtype)
     order = torch.tensor([2, 1, *range(3, pages + 2)])[:pages]
     for j in range(len(k_LKD)):
         cache[order[j // BLOCK], 0, j % BLOCK] = k_LKD[j].to(dtype)
@@ -91,10 +92,11 @@ def test_both_cache_scales_are_applied_on_every_path(backend: str, queries: int)
 
 @backends
 @pytest.mark.parametrize("queries", [1, 2], ids=["decode", "prefill"])
-def test_what_lies_behind_the_last_key_does_not_matter(backend: str, queries: int) -> None:
-    """flash-attention #1745: probability 0 times NaN is NaN."""
+@pytest.mark.parametrize("elsewhere", [NAN, math.inf])
+def test_what_lies_behind_the_last_key_does_not_matter(backend: str, queries: int, elsewhere: float) -> None:
+    """flash-attention #1745: probability 0 times NaN is NaN, and so is 0 times infinity."""
     ones = torch.ones(queries, 1, D)
-    out, lse = attend(backend, ones, ones, ones, scale=1 / D)
+    out, lse = attend(backend, ones, ones, ones, scale=1 / D, elsewhere=elsewhere)
     torch.testing.assert_close(out, ones)
     torch.testing.assert_close(lse[:, 0], 1 + torch.arange(1.0, queries + 1).log())
 
