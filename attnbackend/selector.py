@@ -38,6 +38,11 @@ __all__ = [
 ]
 
 
+_POSITIVE = (
+    "head_size", "num_heads", "num_kv_heads", "block_size", "sliding_window", "attention_chunk_size",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionSelectorConfig:
     """Everything that a choice depends on. No field has a default: it would hide a choice.
@@ -75,8 +80,7 @@ class AttentionSelectorConfig:
     use_sparse: bool
 
     def __post_init__(self) -> None:
-        for name in ("head_size", "num_heads", "num_kv_heads", "block_size", "sliding_window",
-                     "attention_chunk_size"):  # fmt: skip
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")

@@ -79,6 +79,8 @@ class FakeProvider(Provider):
         assert call.schedule is None or int(call.schedule[0]) == call.num_splits
         lse_HT = torch.full((call.query.shape[1], call.query.shape[0]), NAN)
         starts, lens = call.query_start_loc.tolist(), call.seq_lens.tolist()
+        if self.fault == "refuses_empty_rows" and 0 in lens:
+            raise RuntimeError("no keys")
         for row, (start, stop, length) in enumerate(zip(starts[:-1], starts[1:], lens, strict=True)):
             assert stop - start <= call.max_query_len
             assert length <= call.max_seq_len

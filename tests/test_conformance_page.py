@@ -11,6 +11,7 @@ import pytest
 from attnbackend import resolve_backend
 from attnbackend.testing.conformance import CHECKS, check_backend
 from attnbackend.testing.conformance.cases import CaseGenerator
+from attnbackend.testing.conformance.mutants import MUTANTS
 from attnbackend.testing.conformance.page import report_section, write_section
 
 LIBRARIES = ("FLASH_ATTN",)
@@ -31,11 +32,15 @@ def test_a_section_replaces_its_older_self_and_leaves_the_others(tmp_path: Path)
     assert page.read_text() == text
 
 
-def test_a_section_says_what_failed() -> None:
-    report = check_backend(
-        "attnbackend.testing.conformance.honest.HonestBackend", only=["determinism"], case="plain*"
+def test_a_section_says_what_passed_and_what_failed() -> None:
+    honest = check_backend(
+        "attnbackend.testing.conformance.honest.HonestBackend", only=["lse"], case="plain*"
     )
-    assert "Conforms: 2 passed" in report_section(report, "x")
+    assert re.search(r"\nConforms: [0-9]+ passed; ", report_section(honest, "x"))
+    broken = check_backend(MUTANTS["lse_in_base_two"].backend(), only=["lse"], case="plain*")
+    section = report_section(broken, "x")
+    assert "Does not conform: " in section
+    assert "| FAIL " in section
 
 
 def sections() -> list[tuple[str, str, str]]:

@@ -272,7 +272,8 @@ def test_a_tensor_that_was_not_there_at_capture_is_refused() -> None:
 
 def test_an_equal_view_of_the_same_memory_is_the_same_tensor() -> None:
     steps, tensors = captured()
-    steps.replay(KEY, {**tensors, "y": tensors["y"][:]})
+    output = steps.replay(KEY, {**tensors, "y": tensors["y"][:]})
+    assert output.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
 def test_a_replaced_weight_is_noticed_within_one_round_of_replays() -> None:

@@ -160,3 +160,23 @@ def test_a_replaced_cache_is_noticed(model: Any) -> None:
     caches[name] = caches[name].clone()
     with pytest.raises(RuntimeError, match=f"the cache of {name} has address"):
         engine.generate([[5, 6, 7]], SamplingParams(max_tokens=60))
+
+
+@pytest.mark.parametrize("level", AttentionCGSupport)
+def test_the_runner_says_why_not_every_step_runs_from_a_graph(model: Any, level: AttentionCGSupport) -> None:
+    name = register_backend(backend_of(level).get_name())(backend_of(level)).get_name()
+    reasons = [str(reason) for reason in serve(model, name, None).runner.graph_reasons]  # type: ignore[attr-defined]
+    assert bool(reasons) == (level is not AttentionCGSupport.ALWAYS)
+    assert all(f"{name} has {level.name}" in reason for reason in reasons)
+
+
+def test_own_sizes_below_the_largest_batch_of_decodes_are_named(model: Any) -> None:
+    register_backend("HONEST_ALWAYS")(backend_of(AttentionCGSupport.ALWAYS))
+    reasons = serve(model, "HONEST_ALWAYS", None, sizes=[1, 4]).runner.graph_reasons  # type: ignore[attr-defined]
+    assert "decodes of 5 to 6 tokens run without a graph" in str(reasons[0])
+
+
+@pytest.mark.skipif(ON_GPU, reason="needs a machine without a GPU")
+def test_without_a_gpu_the_device_is_the_reason(model: Any) -> None:
+    (reason,) = build_runner(make_model("llama"), num_blocks=9, compile=False).graph_reasons
+    assert str(reason) == "device=cpu (allowed: cuda, for graphs)"

@@ -143,7 +143,6 @@ def test_without_a_gpu_the_claims_are_what_the_libraries_do_elsewhere():
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype=float16 .*query's"),
         ({"block_size": 24}, "block_size=24"),
-        ({"has_alibi": True, "causal": False}, "has_alibi=True .*False where causal is False"),
         ({"compute_capability": (7, 5)}, r"compute_capability=\(7, 5\)"),
     ],
 )
@@ -166,7 +165,11 @@ def test_a_provider_that_is_right_is_taken(stand_in, kind):
 
 @pytest.mark.parametrize(
     ("fault", "kind", "found"),
-    [("writes_nothing", "plain", "writes nothing"), ("ignores_windows", "windowed", "output off by")],
+    [
+        ("writes_nothing", "plain", "writes nothing"),
+        ("ignores_windows", "windowed", "output off by"),
+        ("refuses_empty_rows", "plain", "takes no requests without keys: RuntimeError: no keys"),
+    ],
 )
 def test_a_provider_that_is_wrong_is_refused_with_what_it_did(monkeypatch, stand_in, fault, kind, found):
     monkeypatch.setattr(FakeProvider, "fault", fault)
@@ -187,7 +190,7 @@ def test_what_an_interface_does_not_take_is_not_tried(stand_in):
 def test_a_provider_is_tried_once_for_a_kind_of_layer(stand_in):
     for _ in range(2):
         provider_for(LAYER)
-    assert len(FakeProvider.calls) == 3, "alone, in splits, and with a schedule"
+    assert len(FakeProvider.calls) == 6, "alone, in splits, and with a schedule; with keys and without"
 
 
 def test_unwritten_rows_and_new_tokens_are_found_out(stand_in):

@@ -241,7 +241,7 @@ def test_keys_are_given_where_a_layer_writes_a_cache_and_nowhere_else(target: st
     _, batch = random_batch(3)
     query = random_heads(len(batch.slot_mapping), HEADS, 0)
     given = None if target is None else query
-    with pytest.raises(ValueError, match=rf"kv_sharing_target={target!r}; a layer with a cache of its own"):
+    with pytest.raises(ValueError, match=rf"writes_cache={target is None}; a layer with a cache of its own"):
         layer(query, given, given, batch)
 
 

@@ -16,6 +16,9 @@ from op_cases import (
     update_op,
 )
 
+from attnbackend import set_config
+from attnbackend.ops import bind
+from attnbackend.ops.calls import AttentionCall
 from attnbackend.testing import (
     AttentionCase,
     assert_attention_within_rule,
@@ -108,3 +111,23 @@ def test_what_one_backend_wrote_another_reads(writer: str, reader: str, feature:
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize(("backend", "bindings"), [("agnostic", 2), ("TORCH_SDPA", 1)])
+def test_a_changed_choice_of_library_binds_anew_what_may_depend_on_it(
+    backend: str, bindings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[str | None] = []
+    original = bind._bind_attention
+
+    def counted(name: str | None, call: AttentionCall) -> object:
+        bound.append(name)
+        return original(name, call)
+
+    monkeypatch.setattr(bind, "_bind_attention", counted)
+    monkeypatch.setattr(bind, "_ATTENTION", {})
+    batch = make_batch(case("plain"), "cpu")
+    for choice in (None, "2", "2"):
+        with set_config(flash_attn=choice):
+            forward_op(backend)(*op_positional(batch), **op_kwargs(batch))
+    assert len(bound) == bindings

@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class CascadeThresholds:
-    """From where two kernels and a merge cost less than one kernel; see `benchmarks/cascade.py`."""
+    """From where a step is cut. The defaults are guesses: `benchmarks/cascade.py` is to replace them."""
 
     min_prefix_len: int = 2048
     """Tokens of the shared prefix, in whole blocks."""

@@ -1,8 +1,8 @@
 """`FLEX_ATTENTION`: torch's ``flex_attention`` over copies of the keys and values that a step uses.
 
 On a GPU it runs compiled, with a block mask that the builder makes from the batch's lengths. On a CPU it
-runs in ``flex_attention``'s plain math form, a request at a time: Inductor's C++ kernel of it gives no LSE,
-and takes ten seconds to compile for each set of features (9 s measured, torch 2.13).
+runs in ``flex_attention``'s plain math form, a request at a time: Inductor's C++ kernel of it gives no LSE
+(torch 2.13), and each set of features would take a C++ compile.
 
 Shape legend: M packed query rows, N packed key rows, T tokens, H query heads, K key-value heads, D head size.
 """

@@ -138,9 +138,17 @@ class PagedKernelImpl(StandardImpl):
     def kv_cache_update(
         self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, tensors: OptionalTensors
     ) -> None:
-        key_cache, value_cache = kv_cache.unbind(1)
-        scales = {"k_scale": tensors.k_scale, "v_scale": tensors.v_scale}
-        self.write_kernel()(key, value, key_cache, value_cache, slot_mapping, **scales)
+        write_sides(self.write_kernel(), key, value, kv_cache, slot_mapping, tensors)
+
+
+def write_sides(
+    write: Callable[..., None], key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor,
+    tensors: OptionalTensors,
+) -> None:  # fmt: skip
+    """Calls one of the project's writers, which take the two sides of the standard cache apart."""
+    key_cache, value_cache = kv_cache.unbind(1)
+    scales = {"k_scale": tensors.k_scale, "v_scale": tensors.v_scale}
+    write(key, value, key_cache, value_cache, slot_mapping, **scales)
 
 
 def kernel_features(params: AttentionParams, tensors: OptionalTensors) -> dict[str, Any]:

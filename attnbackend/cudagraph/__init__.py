@@ -13,7 +13,7 @@ from attnbackend.cudagraph.modes import (
     resolve_cudagraph_mode,
 )
 from attnbackend.cudagraph.safety import LongLivedTensors, module_tensors, plan_tensors
-from attnbackend.cudagraph.sizes import capture_sizes, decode_sizes
+from attnbackend.cudagraph.sizes import capture_sizes, decode_sizes, uncovered_decodes
 
 __all__ = [
     "BatchDescriptor",
@@ -36,4 +36,5 @@ __all__ = [
     "module_tensors",
     "plan_tensors",
     "resolve_cudagraph_mode",
+    "uncovered_decodes",
 ]

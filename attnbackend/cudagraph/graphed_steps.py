@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -54,11 +54,6 @@ class GraphedSteps:
     costs: list[CaptureCost] = field(default_factory=list)
     num_replays: dict[Dispatch, int] = field(default_factory=dict)
     _captured: dict[Dispatch, _Captured] = field(default_factory=dict)
-
-    def capture_all(self, keys: Iterable[Dispatch], prepare: Callable[[Dispatch], PreparedStep]) -> None:
-        """Captures a graph for each key, in their order."""
-        for key in keys:
-            self.capture(key, prepare(key))
 
     def capture(self, key: Dispatch, step: PreparedStep) -> None:
         """Captures one graph of the step's work.

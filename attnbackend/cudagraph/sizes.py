@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-__all__ = ["capture_sizes", "decode_sizes", "padded_size"]
+from attnbackend.types import Reason
+
+__all__ = ["capture_sizes", "decode_sizes", "padded_size", "uncovered_decodes"]
 
 _FINE, _COARSE = 8, 16
 """Steps between sizes up to 256, where a step is short and padding shows, and above."""
@@ -54,6 +56,15 @@ def decode_sizes(sizes: Sequence[int], max_num_seqs: int, uniform_query_len: int
             f"{max_num_seqs} requests; give one of at most {largest}"
         )
     return kept
+
+
+def uncovered_decodes(sizes: Sequence[int], max_num_seqs: int, uniform_query_len: int = 1) -> list[Reason]:
+    """What says that some batches of decodes are larger than every size, so no graph serves them."""
+    largest = max_num_seqs * uniform_query_len
+    if sizes[-1] >= largest:
+        return []
+    allowed = f"{largest} among them, or decodes of {sizes[-1] + 1} to {largest} tokens run without a graph"
+    return [Reason("cudagraph_capture_sizes", list(sizes), allowed)]
 
 
 def padded_size(sizes: Sequence[int], num_tokens: int) -> int | None:

@@ -19,8 +19,9 @@ __all__ = ["MergeLinears"]
 class MergeLinears(GraphPass):
     """Joins calls of ``F.linear`` on one input, of one dtype, all with a bias or all without.
 
-    It runs on Dynamo's graph. It pays where the weights lie together, see `layers.merge_linears`; where
-    they do not the answer is the same and a copy slower, so it is for those who laid them so.
+    It runs on Dynamo's graph, for models whose weights `layers.merge_linears` laid together; where they do
+    not lie so the answer is the same, at the cost of a copy. Calls with a write of any memory between them
+    are left alone: it may be of their input.
     """
 
     name = "merge_linears"
@@ -40,16 +41,34 @@ def _siblings(graph: Graph) -> list[list[Node]]:
             x, weight, bias = _arguments(node)
             if isinstance(weight, Node) and weight.op in ("placeholder", "get_attr"):
                 groups.setdefault((x, tensor_of(weight).dtype, bias is None), []).append(node)
-    return [nodes for (x, *_), nodes in groups.items() if len(nodes) > 1 and not _is_written(x)]
+    return [nodes for nodes in groups.values() if len(nodes) > 1 and not _has_writes_between(nodes)]
 
 
-def _is_written(x: Node) -> bool:
-    """Whether anything writes ``x`` in place, so that its readers may not read the same."""
-    return any(
-        (user.op == "call_method" and str(user.target).endswith("_") and not str(user.target).endswith("__"))
-        or ((schema := getattr(user.target, "_schema", None)) is not None and schema.is_mutable)
-        for user in x.users
-    )
+def _has_writes_between(nodes: list[Node]) -> bool:
+    node = nodes[0]
+    while node is not nodes[-1]:
+        node = node.next
+        if _writes(node):
+            return True
+    return False
+
+
+def _writes(node: Node) -> bool:
+    """Whether a node of Dynamo's graph may write memory that was there before."""
+    name = getattr(node.target, "__name__", str(node.target))
+    if node.target in _WRITING_OPERATORS or "out" in node.kwargs:
+        return True
+    if node.op == "call_method" and (name.startswith("__i") or name == "__setitem__"):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema.is_mutable if schema is not None else name.endswith("_") and not name.endswith("__")
+
+
+_WRITING_OPERATORS = {
+    operator.setitem, operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imatmul,
+    operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift, operator.isub,
+    operator.itruediv, operator.ixor,
+}  # fmt: skip
 
 
 def _arguments(node: Node) -> tuple[Any, Any, Any]:

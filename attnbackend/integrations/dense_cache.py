@@ -157,7 +157,7 @@ def _attend_own(
     out_THD = torch.empty_like(q_THD)
     attention(
         q_THD, k_TKD, v_TKD, no_cache, out_THD, packing.query_start_loc, packing.lens_B, no_blocks,
-        **{name: x for name, x in features.items() if name != "attention_chunk_size" or x is not None},
+        **features,
     )  # fmt: skip
     return packing.unpack(out_THD, q_BNHD)
 

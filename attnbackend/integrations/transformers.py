@@ -71,8 +71,11 @@ def attention_forward(
     batch = kwargs.get(_BATCH)
     if isinstance(batch, BatchTensors):
         features["attention_chunk_size"] = getattr(module, _CHUNK, None)
-        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-        out_THD = write_and_attend(q_THD, k_TKD, v_TKD, getattr(module, _BOUND), batch, **features)
+        layer: BoundLayer = getattr(module, _BOUND)
+        own = (key, value) if layer.writes_cache else (None, None)
+        q_THD, k_TKD, v_TKD = (x if x is None else x[0].transpose(0, 1) for x in (query, *own))
+        assert q_THD is not None
+        out_THD = write_and_attend(q_THD, k_TKD, v_TKD, layer, batch, **features)
         return out_THD.unsqueeze(0), None
     if isinstance(batch, Recorder):
         features["attention_chunk_size"] = chunk_size_of(module, sliding_window)

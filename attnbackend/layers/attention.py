@@ -5,14 +5,15 @@ Shape legend: T tokens, H query heads, K key-value heads, D head size.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from attnbackend.layers.heads import HeadedLayer
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
 
 __all__ = ["Attention"]
 
 
-class Attention(nn.Module):
+class Attention(HeadedLayer):
     """Paged attention over a cache that the runtime binds.
 
     Args:
@@ -46,17 +47,12 @@ class Attention(nn.Module):
         sinks: Tensor | None = None,
         kv_sharing_target: str | None = None,
     ) -> None:
-        super().__init__()
-        self.num_heads, self.head_size = num_heads, head_size
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        super().__init__(num_heads, head_size, scale, num_kv_heads)
         if sliding_window is not None and attention_chunk_size is not None:
             raise ValueError(
                 f"sliding_window={sliding_window} and attention_chunk_size={attention_chunk_size} are both "
                 "given; expected one of the two"
             )
-        self.scale = head_size**-0.5 if scale is None else scale
         self.sliding_window, self.attention_chunk_size = sliding_window, attention_chunk_size
         self.kv_sharing_target = kv_sharing_target
         self.logits_soft_cap = logits_soft_cap
@@ -95,20 +91,13 @@ class Attention(nn.Module):
             raise RuntimeError(
                 "this Attention layer has no cache; call bind(BoundLayer(kv_cache, ...)) first"
             )
-        shares = self.kv_sharing_target
-        if (key is None or value is None) is (shares is None):
-            raise ValueError(
-                f"key and value are {'None' if key is None else 'given'} and kv_sharing_target={shares!r}; a "
-                "layer with a cache of its own takes both, one that reads another's takes None for both"
-            )
         layer = BoundLayer(
-            self.kv_cache, self.kv_cache_dtype, self.group, self.k_scale, self.v_scale, shares is None
-        )
-        k_TKD, v_TKD = (
-            x if x is None else x.view(-1, self.num_kv_heads, self.head_size) for x in (key, value)
-        )
+            self.kv_cache, self.kv_cache_dtype, self.group, self.k_scale, self.v_scale,
+            writes_cache=self.kv_sharing_target is None,
+        )  # fmt: skip
+        k_TKD, v_TKD = (None if x is None else self.keys(x) for x in (key, value))
         out_THD = write_and_attend(
-            query.view(-1, self.num_heads, self.head_size), k_TKD, v_TKD, layer, batch,
+            self.queries(query), k_TKD, v_TKD, layer, batch,
             scale=self.scale, sliding_window=self.sliding_window,
             attention_chunk_size=self.attention_chunk_size, logits_soft_cap=self.logits_soft_cap,
             alibi_slopes=self.alibi_slopes, sinks=self.sinks, bidirectional_ranges=bidirectional_ranges,

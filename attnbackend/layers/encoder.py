@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnbackend._torch_compat import register_namedtuple
+from attnbackend.layers.heads import HeadedLayer
 from attnbackend.layers.paged import BoundLayer
 from attnbackend.ops import attention, kv_cache_update
 from attnbackend.types import AttentionType
@@ -46,27 +47,7 @@ register_namedtuple(EncoderTensors)
 register_namedtuple(CrossTensors)
 
 
-class _Heads(nn.Module):
-    """Numbers of heads and the scale, checked."""
-
-    def __init__(
-        self, num_heads: int, head_size: int, scale: float | None, num_kv_heads: int | None
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.num_heads, self.head_size = num_heads, head_size
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
-        self.scale = head_size**-0.5 if scale is None else scale
-
-    def _queries(self, x: Tensor) -> Tensor:
-        return x.view(-1, self.num_heads, self.head_size)
-
-    def _keys(self, x: Tensor) -> Tensor:
-        return x.view(-1, self.num_kv_heads, self.head_size)
-
-
-class EncoderAttention(_Heads):
+class EncoderAttention(HeadedLayer):
     """Attention among the tokens of each sequence, without a cache.
 
     Args:
@@ -116,10 +97,10 @@ class EncoderAttention(_Heads):
         Returns:
             In the shape of ``query``; zeros at tokens behind the last sequence.
         """
-        q_THD, k_TKD = self._queries(query), self._keys(key)
+        q_THD, k_TKD = self.queries(query), self.keys(key)
         output = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         attention(
-            q_THD, k_TKD, self._keys(value),
+            q_THD, k_TKD, self.keys(value),
             k_TKD.new_empty(0, 2, _BLOCK_SIZE, self.num_kv_heads, self.head_size), output,
             batch.query_start_loc, batch.seq_lens, batch.seq_lens.new_zeros(batch.seq_lens.shape[0], 1),
             scale=self.scale, causal=self.causal, sliding_window=self.sliding_window,
@@ -132,7 +113,7 @@ class EncoderAttention(_Heads):
     sinks: Tensor | None
 
 
-class CrossAttention(_Heads):
+class CrossAttention(HeadedLayer):
     """A decoder's attention to an encoder's output, whose keys and values have a cache of their own.
 
     `write` puts them there once a request; `forward` reads them at every step.
@@ -178,7 +159,7 @@ class CrossAttention(_Heads):
             RuntimeError: no cache was bound.
         """
         kv_cache_update(
-            self._keys(key), self._keys(value), self._bound(), slot_mapping, k_scale=self.k_scale,
+            self.keys(key), self.keys(value), self._bound(), slot_mapping, k_scale=self.k_scale,
             v_scale=self.v_scale, kv_cache_dtype=self.kv_cache_dtype, group=self.group,
         )  # fmt: skip
 
@@ -194,7 +175,7 @@ class CrossAttention(_Heads):
         Raises:
             RuntimeError: no cache was bound.
         """
-        q_THD = self._queries(query)
+        q_THD = self.queries(query)
         output = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         attention(
             q_THD, None, None, self._bound(), output, batch.query_start_loc, batch.encoder_seq_lens,

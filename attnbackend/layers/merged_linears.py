@@ -1,7 +1,7 @@
 """Weights of linear layers that read one input, laid one behind the other in memory.
 
 The modules stay as they are: their parameters become views of one buffer, so `merged_linear` multiplies them
-at once. On a GPU one product of 6,144 rows reads memory faster than three of 4,096, 1,024 and 1,024.
+at once.
 """
 
 from __future__ import annotations

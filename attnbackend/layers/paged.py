@@ -59,24 +59,29 @@ def write_and_attend(
 
     Args:
         query: [T, H, D].
-        key, value: [T, K, D]; written to the cache first. Ignored where the cache is another layer's.
+        key, value: [T, K, D]; written to the cache first. None where the cache is another layer's.
         layer: the cache and its scales.
         batch: where the tokens belong.
         features: ``scale`` and the optional keyword arguments of the attention op.
 
     Returns:
         [T, H, D], contiguous.
+
+    Raises:
+        ValueError: keys for a layer that writes none, or none for one that does.
     """
     shared: dict[str, Any] = {
         "k_scale": layer.k_scale, "v_scale": layer.v_scale, "kv_cache_dtype": layer.kv_cache_dtype,
         "group": layer.group,
     }  # fmt: skip
-    if layer.writes_cache:
-        assert key is not None
-        assert value is not None
+    if (key is None or value is None) is layer.writes_cache:
+        given = "None" if key is None or value is None else "given"
+        raise ValueError(
+            f"key and value are {given} and writes_cache={layer.writes_cache}; a layer with a cache of its "
+            "own takes both, one that reads another's takes None for both"
+        )
+    if key is not None and value is not None:
         kv_cache_update(key, value, layer.kv_cache, batch.slot_mapping, **shared)
-    else:
-        key = value = None
     output = query.new_empty(query.shape)
     attention(
         query, key, value, layer.kv_cache, output, batch.query_start_loc, batch.seq_lens, batch.block_table,

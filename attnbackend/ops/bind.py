@@ -52,11 +52,18 @@ class _BoundAttention:
     dims: KVCacheDims
     builder: AttentionMetadataBuilder[Any]
     converts_lse: bool
+    choices: tuple[Any, ...] | None
+    """Of libraries, as they were when this was bound; None: nothing here depends on them."""
+
+    @property
+    def is_stale(self) -> bool:
+        return self.choices is not None and self.choices != library_choices()
 
     def run(self, call: AttentionCall) -> None:
         tensors = OptionalTensors(
-            call.lse, call.alibi_slopes, call.sinks, call.q_scale, call.k_scale, call.v_scale,
-            call.output_scale, call.output_block_scale, call.bidirectional_ranges,
+            lse=call.lse, alibi_slopes=call.alibi_slopes, sinks=call.sinks, q_scale=call.q_scale,
+            k_scale=call.k_scale, v_scale=call.v_scale, output_scale=call.output_scale,
+            output_block_scale=call.output_block_scale, bidirectional_ranges=call.bidirectional_ranges,
         )  # fmt: skip
         plan = self._plan(call)
         kv_cache = _typed(call.kv_cache, call.kv_cache_dtype)
@@ -205,7 +212,10 @@ def _bind_attention(name: str | None, call: AttentionCall) -> _BoundAttention:
     impl = backend.get_impl_cls()(params)
     assert isinstance(impl, AttentionImpl)
     builder = backend.get_builder_cls()(params, spec_of(params), None, call.query.device)
-    return _BoundAttention(backend.get_name(), impl, dims, builder, backend.lse_base is LSEBase.TWO)
+    chooses = name is None or backend.library.__func__ is not AttentionBackend.library.__func__  # type: ignore[attr-defined]
+    choices = library_choices() if chooses else None
+    is_base_2 = backend.lse_base is LSEBase.TWO
+    return _BoundAttention(backend.get_name(), impl, dims, builder, is_base_2, choices)
 
 
 def _bind_update(name: str | None, call: KVCacheUpdateCall) -> tuple[AttentionImpl, KVCacheDims]:
@@ -266,8 +276,10 @@ def _remember(cache: dict[Any, V], key: Any, value: V) -> V:
 def run_attention(name: str | None, call: AttentionCall) -> None:
     """Runs a call on the named backend, or on the one selected for its arguments."""
     chosen_by = forced_backend() if name is None else name
-    key = (chosen_by, registry_generation(), library_choices(), _attention_signature(call))
-    bound = _ATTENTION.get(key) or _remember(_ATTENTION, key, _bind_attention(name, call))
+    key = (chosen_by, registry_generation(), _attention_signature(call))
+    bound = _ATTENTION.get(key)
+    if bound is None or bound.is_stale:
+        bound = _remember(_ATTENTION, key, _bind_attention(name, call))
     checks.check_attention_tokens(call)
     if debug_checks_enabled():
         checks.check_rows(call, bound.dims)

@@ -40,7 +40,7 @@ from attnbackend.metadata import AttentionMetadataBuilder, BatchLimits, CommonAt
 from attnbackend.platforms import free_memory
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.served_model import AttentionLayer, ServedModel
-from attnbackend.runtime.step_graphs import GraphOptions, StepGraphs, StepInputs, inputs_of, make_dispatcher
+from attnbackend.runtime.step_graphs import GraphOptions, StepGraphs, StepInputs, inputs_of, plan_graphs
 from attnbackend.selector import AttentionSelectorConfig, select_backend
 from attnbackend.types import AttentionType
 
@@ -125,16 +125,18 @@ class ModelRunner:
             group.backend.get_builder_cls()(group.params, group.spec, limits, self.device)
             for group in self.groups
         ]
-        dispatcher = make_dispatcher(
+        plan = plan_graphs(
             options.graphs, self.device, map(_graph_support, self.groups), options.max_num_seqs,
             options.max_num_batched_tokens,
         )  # fmt: skip
+        self.graph_reasons = plan.reasons
+        """Why not every step runs from a graph; nothing where all do, or where a person wants none."""
         self.graphs: StepGraphs | None = None
         model.bind(self._bound_layers())
         if options.compile:
             model.compile(options.backend)
             self.warm_up()
-        self.graphs = self._make_graphs(dispatcher)
+        self.graphs = self._make_graphs(plan.dispatcher)
 
     def _make_graphs(self, dispatcher: CUDAGraphDispatcher) -> StepGraphs | None:
         if dispatcher.mode is CUDAGraphMode.NONE:

@@ -20,15 +20,18 @@ from attnbackend.cudagraph import (
     GraphSupport,
     LongLivedTensors,
     PreparedStep,
+    ResolvedMode,
     capture_sizes,
     decode_sizes,
     lowest_support,
     resolve_cudagraph_mode,
+    uncovered_decodes,
 )
 from attnbackend.layers.paged import BatchTensors
 from attnbackend.runtime.prepared_batch import PreparedBatch
+from attnbackend.types import Reason
 
-__all__ = ["GraphOptions", "StepGraphs", "StepInputs", "inputs_of", "make_dispatcher"]
+__all__ = ["GraphOptions", "GraphPlan", "StepGraphs", "StepInputs", "inputs_of", "plan_graphs"]
 
 
 class StepInputs(NamedTuple):
@@ -73,36 +76,47 @@ class GraphOptions:
     """Where graphs come from; None: CUDA's."""
 
 
-def make_dispatcher(
+@dataclass(frozen=True)
+class GraphPlan:
+    """What runs from graphs, and why it is not all."""
+
+    dispatcher: CUDAGraphDispatcher
+    reasons: tuple[Reason, ...]
+
+
+def plan_graphs(
     options: GraphOptions, device: torch.device, groups: Iterable[GraphSupport], max_num_seqs: int,
     max_num_tokens: int,
-) -> CUDAGraphDispatcher:  # fmt: skip
+) -> GraphPlan:  # fmt: skip
     """What runs from graphs, for layers of such support on such a device.
 
     Raises:
         ValueError: a mode was named that cannot run, or a size that no batch has.
     """
-    mode = _possible_mode(options, device, groups)
+    resolved = _possible_mode(options, device, groups)
     sizes = capture_sizes(max_num_seqs, max_num_tokens, sizes=options.sizes)
     decodes: tuple[int, ...] = ()
-    if mode.decode_mode is CUDAGraphMode.FULL:
+    reasons = resolved.reasons
+    if resolved.mode.decode_mode is CUDAGraphMode.FULL:
         decodes = decode_sizes(sizes, max_num_seqs, 1)
-    return CUDAGraphDispatcher(mode, sizes, decodes, max_num_seqs)
+        reasons = (*reasons, *uncovered_decodes(decodes, min(max_num_seqs, max_num_tokens)))
+    return GraphPlan(CUDAGraphDispatcher(resolved.mode, sizes, decodes, max_num_seqs), reasons)
 
 
 def _possible_mode(
     options: GraphOptions, device: torch.device, groups: Iterable[GraphSupport]
-) -> CUDAGraphMode:
+) -> ResolvedMode:
     none = CUDAGraphMode.NONE
     if options.mode is none:
-        return none
+        return ResolvedMode(none, ())
     if device.type != "cuda" and options.library is None:
-        if options.mode is None:
-            return none
-        raise ValueError(
-            f"cudagraph_mode={options.mode.name} needs a CUDA device; the model is on {device}: leave it None"
-        )
-    return resolve_cudagraph_mode(options.mode, lowest_support(groups), splits_attention=False).mode
+        if options.mode is not None:
+            raise ValueError(
+                f"cudagraph_mode={options.mode.name} needs a CUDA device; the model is on {device}: leave it "
+                "None"
+            )
+        return ResolvedMode(none, (Reason("device", device.type, "cuda, for graphs"),))
+    return resolve_cudagraph_mode(options.mode, lowest_support(groups), splits_attention=False)
 
 
 Prepare = Callable[[PreparedBatch, StepInputs, Dispatch, bool], PreparedStep]

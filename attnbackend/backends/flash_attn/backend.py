@@ -122,8 +122,6 @@ class FlashAttentionBackend(StandardCacheBackend, metaclass=_ClaimsOfProviders):
         kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, config.dtype)
         if kv_dtype is not config.dtype and kv_dtype.itemsize > 1:
             return [Reason("kv_cache_dtype", config.kv_cache_dtype, f"auto, or the query's {config.dtype}")]
-        if config.has_alibi and not config.causal:
-            return [Reason("has_alibi", True, "False where causal is False")]
         if config.device_type != "cuda" or not candidates():
             return []
         if config.compute_capability != torch.cuda.get_device_capability():

@@ -20,13 +20,13 @@ from attnbackend.backends.flash_attn.probe import (
 from attnbackend.backends.flash_attn.providers import Provider
 from attnbackend.backends.flash_attn.resolution import provider_for
 from attnbackend.backends.query_scale import scaled_query
-from attnbackend.backends.standard import StandardImpl
+from attnbackend.backends.triton_writer import TritonWriterImpl
 from attnbackend.impl import AttentionParams, OptionalTensors
 
 __all__ = ["FlashAttentionImpl"]
 
 _CONTIGUOUS_FROM = 256
-"""Tokens from which reading a prompt's own keys is worth another call than through the page table."""
+"""Tokens from which a prompt's own keys are read in the place of pages; chosen without a measurement."""
 
 
 class _Route:
@@ -46,7 +46,7 @@ class _Route:
         return new_tokens_are_read(self.provider, self.layer)
 
 
-class FlashAttentionImpl(StandardImpl):
+class FlashAttentionImpl(TritonWriterImpl):
     def __init__(self, params: AttentionParams) -> None:
         super().__init__(params)
         self._window = window_of(params.sliding_window, params.causal)
@@ -112,7 +112,7 @@ class FlashAttentionImpl(StandardImpl):
     def _over_new_tokens(
         self, route: _Route, call: FlashCall, key: Tensor, value: Tensor, plan: FlashAttentionMetadata
     ) -> FlashCall:
-        """A prompt that is alone in the batch: its keys lie in a row, which reads faster than pages do."""
+        """A prompt that is alone in the batch: its keys lie in a row, and no page table is needed."""
         tokens = call.query.shape[0]
         fits = _CONTIGUOUS_FROM <= tokens == plan.facts.covered_tokens and call.sinks is None
         if not (fits and route.reads_new_tokens):
@@ -137,13 +137,3 @@ class FlashAttentionImpl(StandardImpl):
             output, lse, tensors.lse, plan.common.query_start_loc, plan.common.seq_lens,
             causal=self.params.causal, sinks=sinks, v_scale=v_scale,
         )  # fmt: skip
-
-    def kv_cache_update(
-        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, tensors: OptionalTensors
-    ) -> None:
-        from attnbackend.kernels import triton
-
-        key_cache, value_cache = kv_cache.unbind(1)
-        triton.cache_write(
-            key, value, key_cache, value_cache, slot_mapping, k_scale=tensors.k_scale, v_scale=tensors.v_scale
-        )

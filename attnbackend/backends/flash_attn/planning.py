@@ -72,7 +72,7 @@ def most_splits(tokens: int, num_heads: int, head_size: int) -> int:
 
 
 class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetadata]):
-    """Host work of a step: under 150 us for 256 requests, and nothing that waits for the device.
+    """Host work of a step, in which nothing waits for the device.
 
     A builder without limits, of an op that plans for itself, copies the lengths to the host instead, unless a
     graph is being captured.

@@ -209,7 +209,7 @@ class FlashAttn4(Provider):
 
 
 class TorchFlash(Provider):
-    """torch's built-in FlashAttention 2, which reads pages from torch 2.12 on."""
+    """torch's built-in FlashAttention 2, where its function for variable lengths takes a block table."""
 
     key, version, module, has_soft_cap = "torch", 2, "torch.nn.attention.varlen", False
 
@@ -232,7 +232,7 @@ class TorchFlash(Provider):
             enable_gqa=call.query.shape[1] != call.key.shape[-2],
             seqused_k=call.seq_lens if paged else None, block_table=call.block_table,
         )  # fmt: skip
-        # Heads first in all releases so far, against what is documented.
+        # Torch 2.13 documents tokens first, and gives heads first; where both counts are equal, as it gives.
         return lse.t() if lse.shape[0] == call.query.shape[1] else lse
 
 

@@ -91,8 +91,6 @@ def _stated_problem(provider: Provider, layer: Layer) -> str | None:
         return "takes keys of the query's type" + (" or float8_e4m3fn" if provider.has_fp8 else "")
     if layer.alibi and not provider.has_alibi:
         return "takes no alibi slopes"
-    if layer.alibi and not layer.causal:
-        return "its alibi is symmetric about the query, which differs where keys to the right are seen"
     if layer.soft_capped and not provider.has_soft_cap:
         return "takes no soft-cap"
     return None

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from attnbackend.backends.flashinfer.planning import FlashInferMetadata
 from attnbackend.backends.query_scale import scaled_query
-from attnbackend.backends.standard import StandardImpl
+from attnbackend.backends.triton_writer import TritonWriterImpl
 from attnbackend.impl import OptionalTensors
 
 __all__ = ["FlashInferImpl"]
 
 
-class FlashInferImpl(StandardImpl):
+class FlashInferImpl(TritonWriterImpl):
     """The kernels take scales as numbers of the host, which nobody can know there: the query and the last
     pass take the tensors instead. Sinks they ignore, so these too are the last pass's."""
 
@@ -64,13 +64,3 @@ class FlashInferImpl(StandardImpl):
             output, lse, tensors.lse, plan.common.query_start_loc, plan.common.seq_lens, base_2=True,
             causal=self.params.causal, sinks=tensors.sinks, v_scale=tensors.v_scale,
         )  # fmt: skip
-
-    def kv_cache_update(
-        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, tensors: OptionalTensors
-    ) -> None:
-        from attnbackend.kernels import triton
-
-        key_cache, value_cache = kv_cache.unbind(1)
-        triton.cache_write(
-            key, value, key_cache, value_cache, slot_mapping, k_scale=tensors.k_scale, v_scale=tensors.v_scale
-        )

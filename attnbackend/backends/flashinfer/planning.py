@@ -18,7 +18,7 @@ from attnbackend.types import AttentionCGSupport
 __all__ = ["FlashInferMetadata", "FlashInferMetadataBuilder", "prefill_kernel"]
 
 _LONG_QUERIES = 32
-"""Tokens a request from which tiles of 128 queries beat those that pack the heads of a group."""
+"""Tokens a request from which the library chooses its kernel; chosen without a measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
