@@ -38,7 +38,9 @@ __all__ = [
     "register_namedtuple",
     "reset_compiler",
     "run_module",
+    "run_on_program",
     "set_compiled_call",
+    "size_bounds",
     "transforms_allowed",
     "with_own_code",
 ]
@@ -94,6 +96,26 @@ def inductor_graph_pass(run: Callable[[torch.fx.GraphModule], Any], uuid: Callab
             return uuid()
 
     return GraphPass()
+
+
+def size_bounds(size: int | torch.SymInt) -> tuple[int, int | None]:
+    """The smallest and the largest value that a size can have; None: it has no largest."""
+    if isinstance(size, int):
+        return size, size
+    bounds = size.node.shape_env.bound_sympy(size.node.expr)
+    upper = bounds.upper
+    return int(bounds.lower), int(upper) if upper.is_finite and upper < 2**62 else None
+
+
+def run_on_program(
+    program: torch.export.ExportedProgram, run: Callable[[torch.fx.GraphModule], Any]
+) -> None:  # fmt: skip
+    """Rewrites an exported program's graph by ``run``, in place, keeping names in its signature true."""
+    run(program.graph_module)
+    outputs = program.graph.output_node().args[0]
+    for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
+        if isinstance(value, torch.fx.Node) and hasattr(spec.arg, "name"):
+            spec.arg.name = value.name
 
 
 def register_namedtuple(cls: type) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule
 
 from attnbackend._torch_compat import cache_key, compiler_backend
-from attnbackend.fx_passes import GraphPass, PassManager, PassReport, SelectBackend
+from attnbackend.fx_passes import GraphPass, PassManager, PassReport, SelectBackend, installed_passes
 from attnbackend.fx_passes.select_backend import BackendChoice
 
 __all__ = ["CompilerWithPasses", "compile", "compile_layers"]
@@ -42,33 +43,42 @@ class CompilerWithPasses:
 
 def make_compiler(
     backend: BackendChoice = None, *, compiler: str = "inductor", passes: Sequence[GraphPass] | None = None,
-    options: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None, strict: bool = False, dump_folder: str | Path | None = None,
 ) -> CompilerWithPasses:  # fmt: skip
     """The ``torch.compile`` backend that `compile` uses; see there for the arguments."""
-    manager = PassManager([SelectBackend(backend)] if passes is None else passes)
+    chosen = [SelectBackend(backend), *installed_passes()] if passes is None else passes
+    manager = PassManager(chosen, strict=strict, dump_folder=dump_folder)
     return CompilerWithPasses(manager, compiler, options)
 
 
 def compile(
     model: C, *, backend: BackendChoice = None, compiler: str = "inductor",
-    passes: Sequence[GraphPass] | None = None, options: dict[str, Any] | None = None, **kwargs: Any,
+    passes: Sequence[GraphPass] | None = None, options: dict[str, Any] | None = None, strict: bool = False,
+    dump_folder: str | Path | None = None, **kwargs: Any,
 ) -> C:  # fmt: skip
     """``torch.compile(model)`` with the selected backend's ops in the graph instead of agnostic ones.
 
     Args:
         model: a module or function.
-        backend: an attention backend's name, or a function from a node's `AttentionSelectorConfig` to a
-            name, or None for the automatic choice.
+        backend: an attention backend's name; a function from a node's `AttentionSelectorConfig` to a name,
+            or to None; an order of preference such as `fx_passes.MeasuredTable`; or None, the automatic
+            choice.
         compiler: the ``torch.compile`` backend that comes after the passes: "inductor", "aot_eager", ...
-        passes: the passes to run, in order; None: `SelectBackend` alone.
+        passes: the passes to run; None: `SelectBackend`, then those of installed packages (entry points of
+            the group ``attnbackend.graph_passes``).
         options: Inductor's options.
+        strict: a pass that changes nothing in a graph is an error.
+        dump_folder: where to write each graph before and after each pass, as text and HTML; None: nowhere.
         kwargs: ``fullgraph``, ``dynamic``, ... of ``torch.compile``.
 
     Returns:
         The compiled model. Its attribute ``attnbackend_compiler`` tells what was done:
         ``print(compiled.attnbackend_compiler)``.
     """
-    own = make_compiler(backend, compiler=compiler, passes=passes, options=options)
+    own = make_compiler(
+        backend, compiler=compiler, passes=passes, options=options, strict=strict,
+        dump_folder=dump_folder,
+    )  # fmt: skip
     compiled: Any = torch.compile(model, backend=own, **kwargs)
     compiled.attnbackend_compiler = own
     return compiled
@@ -76,13 +86,17 @@ def compile(
 
 def compile_layers(
     layers: Sequence[torch.nn.Module], *, backend: BackendChoice = None, compiler: str = "inductor",
-    passes: Sequence[GraphPass] | None = None, options: dict[str, Any] | None = None, **kwargs: Any,
+    passes: Sequence[GraphPass] | None = None, options: dict[str, Any] | None = None, strict: bool = False,
+    dump_folder: str | Path | None = None, **kwargs: Any,
 ) -> CompilerWithPasses:  # fmt: skip
     """Compiles each layer by itself, in place; equal layers share one compilation.
 
     Arguments as in `compile`. Returns the compiler, which tells what was done.
     """
-    own = make_compiler(backend, compiler=compiler, passes=passes, options=options)
+    own = make_compiler(
+        backend, compiler=compiler, passes=passes, options=options, strict=strict,
+        dump_folder=dump_folder,
+    )  # fmt: skip
     for layer in layers:
         layer.compile(backend=own, **kwargs)
     return own

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from attnbackend.fx_passes.base import Change, GraphPass, PassReport
+from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassConfig, PassReport, Stage
+from attnbackend.fx_passes.cache_order import CacheOrderError
+from attnbackend.fx_passes.choices import BackendPriorities, Measured, MeasuredTable, Site
+from attnbackend.fx_passes.dumps import diff_html
 from attnbackend.fx_passes.graph_text import graph_text
 from attnbackend.fx_passes.merge_linears import MergeLinears
 from attnbackend.fx_passes.pass_manager import PassManager
+from attnbackend.fx_passes.plugins import installed_passes
 from attnbackend.fx_passes.select_backend import SelectBackend
+from attnbackend.fx_passes.shape_range import ShapeRange
 
 __all__ = [
+    "BackendPriorities",
+    "CacheOrderError",
     "Change",
     "GraphPass",
+    "Measured",
+    "MeasuredTable",
     "MergeLinears",
+    "NearMiss",
+    "PassConfig",
     "PassManager",
     "PassReport",
     "SelectBackend",
+    "ShapeRange",
+    "Site",
+    "Stage",
+    "diff_html",
     "graph_text",
+    "installed_passes",
 ]

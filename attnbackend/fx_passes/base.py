@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import sys
+import types
+import uuid
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch.fx
 
-__all__ = ["Change", "GraphPass", "PassReport"]
+from attnbackend.fx_passes.nodes import find_ops, tensor_of
+from attnbackend.fx_passes.shape_range import ShapeRange
+
+__all__ = ["Change", "GraphPass", "NearMiss", "PassConfig", "PassReport", "Stage"]
+
+
+class Stage(enum.IntEnum):
+    """When a pass runs; within a stage, passes run in the order in which they are given."""
+
+    RECOGNISE = 1
+    """Attention in other words becomes the agnostic ops."""
+    SELECT = 2
+    """Agnostic ops become those of the backend that serves each node."""
+    FUSE = 3
+    """Several nodes become one."""
+    CLEAN = 4
+    """What nobody needs goes."""
+
+
+@dataclass(frozen=True)
+class PassConfig:
+    """What is so of a whole graph, and what a pass may decide by before it looks at any node."""
+
+    device_type: str | None
+    """Of the graph's ops; None: the graph has none of attnbackend's."""
+
+    @classmethod
+    def of(cls, graph_module: torch.fx.GraphModule) -> PassConfig:
+        for op in find_ops(graph_module.graph):
+            cache = op.arguments().get("kv_cache")
+            if cache is not None:
+                return cls(tensor_of(cache).device.type)
+        return cls(None)
 
 
 @dataclass(frozen=True)
@@ -27,21 +63,44 @@ class Change:
 
 
 @dataclass(frozen=True)
+class NearMiss:
+    """A place where a pass found the beginning of what it looks for, and left it as it was."""
+
+    node: str
+    what: str
+    """What the place nearly is."""
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.node}: no {self.what}: {'; '.join(self.reasons)}"
+
+
+@dataclass(frozen=True)
 class PassReport:
     """What a pass did to a graph."""
 
     pass_name: str
     changes: tuple[Change, ...] = ()
+    near_misses: tuple[NearMiss, ...] = ()
+    not_applied: tuple[str, ...] = ()
+    """Why the pass was not run on the graph at all."""
 
     def __str__(self) -> str:
+        if self.not_applied:
+            return f"{self.pass_name}: not applied: {'; '.join(self.not_applied)}"
         lines = [f"{self.pass_name}: {len(self.changes)} changes", *map(str, self.changes)]
-        return "\n  ".join(lines)
+        return "\n  ".join([*lines, *map(str, self.near_misses)])
 
 
 class GraphPass(ABC):
     """Rewrites a graph in place. The same pass serves Dynamo's, export's and Inductor's graphs."""
 
     name: str
+    stage: Stage = Stage.FUSE
+
+    def applies(self, config: PassConfig, shape_range: ShapeRange) -> list[str]:
+        """Why the pass is of no use for such graphs; empty: it is run."""
+        return []
 
     @abstractmethod
     def run(self, graph_module: torch.fx.GraphModule) -> PassReport:
@@ -50,5 +109,20 @@ class GraphPass(ABC):
     def fingerprint(self) -> str:
         """What compiled code depends on: by default the pass's source file and the instance's fields."""
         source = inspect.getsource(sys.modules[type(self).__module__])
-        fields = sorted((k, repr(v)) for k, v in vars(self).items())
+        fields = sorted((name, _stable(value)) for name, value in vars(self).items())
         return f"{source}{fields}"
+
+
+_PROCESS = uuid.uuid4().hex
+
+
+def _stable(value: Any) -> str:
+    """A text that is the same in another process exactly when the value means the same."""
+    if isinstance(value, types.FunctionType):
+        closure = [_stable(cell.cell_contents) for cell in value.__closure__ or ()]
+        try:
+            return f"{inspect.getsource(value)}{closure}{_stable(value.__defaults__)}"
+        except OSError:  # typed at a prompt
+            return f"{value.__qualname__} of process {_PROCESS}"
+    text = repr(value)
+    return f"{text} of process {_PROCESS}" if " at 0x" in text else text

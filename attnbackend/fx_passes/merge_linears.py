@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from attnbackend.fx_passes.base import Change, GraphPass, PassReport
-from attnbackend.fx_passes.nodes import tensor_of
+from attnbackend.fx_passes.nodes import may_write, tensor_of
 from attnbackend.ops.merged_linear import merged_linear
 
 __all__ = ["MergeLinears"]
@@ -48,27 +48,9 @@ def _has_writes_between(nodes: list[Node]) -> bool:
     node = nodes[0]
     while node is not nodes[-1]:
         node = node.next
-        if _writes(node):
+        if may_write(node):
             return True
     return False
-
-
-def _writes(node: Node) -> bool:
-    """Whether a node of Dynamo's graph may write memory that was there before."""
-    name = getattr(node.target, "__name__", str(node.target))
-    if node.target in _WRITING_OPERATORS or "out" in node.kwargs:
-        return True
-    if node.op == "call_method" and (name.startswith("__i") or name == "__setitem__"):
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema.is_mutable if schema is not None else name.endswith("_") and not name.endswith("__")
-
-
-_WRITING_OPERATORS = {
-    operator.setitem, operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imatmul,
-    operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift, operator.isub,
-    operator.itruediv, operator.ixor,
-}  # fmt: skip
 
 
 def _arguments(node: Node) -> tuple[Any, Any, Any]:

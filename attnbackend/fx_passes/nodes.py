@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch.fx import Graph, Node
 
 from attnbackend._torch_compat import FUNCTIONALIZED
 
-__all__ = ["OpNode", "find_ops", "tensor_of"]
+__all__ = ["OpNode", "find_ops", "may_write", "tensor_of", "wrapped_op", "written_by"]
 
 
 class OpNode(NamedTuple):
@@ -57,6 +58,55 @@ def find_ops(graph: Graph) -> Iterator[OpNode]:
             target = target.default
         if isinstance(target, torch._ops.OpOverload) and target.namespace == "attnbackend":
             yield OpNode(node, target)
+
+
+def wrapped_op(node: Node) -> torch._ops.OpOverload | None:
+    """The op inside a functionalised call; None where ``node`` is none."""
+    if node.target not in FUNCTIONALIZED:
+        return None
+    op = node.args[0]
+    assert isinstance(op, torch._ops.OpOverload)
+    return op
+
+
+def written_by(node: Node) -> list[Any]:
+    """What a call writes, as far as its schema or, without one, its name tells.
+
+    Of a functionalised call: the values whose next versions it returns, in that order.
+    """
+    if node.op not in ("call_function", "call_method"):
+        return []
+    if (op := wrapped_op(node)) is not None:
+        if "_all_bases" in node.kwargs:
+            return list(node.kwargs["_all_bases"])  # type: ignore[arg-type]
+        return [node.kwargs.get(a.name) for a in _written_arguments(op)]
+    if isinstance(node.target, torch._ops.OpOverload):
+        named = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))
+        named.update(node.kwargs)
+        return [named[a.name] for a in _written_arguments(node.target) if isinstance(named.get(a.name), Node)]
+    return list(node.args[:1]) if may_write(node) else []
+
+
+def _written_arguments(op: torch._ops.OpOverload) -> list[Any]:
+    return [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def may_write(node: Node) -> bool:
+    """Whether a call may write memory that was there before, judged by its schema or else by its name."""
+    name = getattr(node.target, "__name__", str(node.target))
+    if node.target in _WRITING_OPERATORS or "out" in node.kwargs:
+        return True
+    if node.op == "call_method" and (name.startswith("__i") or name == "__setitem__"):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema.is_mutable if schema is not None else name.endswith("_") and not name.endswith("__")
+
+
+_WRITING_OPERATORS = {
+    operator.setitem, operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imatmul,
+    operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift, operator.isub,
+    operator.itruediv, operator.ixor,
+}  # fmt: skip
 
 
 def tensor_of(argument: Any) -> Any:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 
 from torch.fx import GraphModule, Node
 
-from attnbackend.fx_passes.base import Change, GraphPass, PassReport
+from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
+from attnbackend.fx_passes.choices import BackendChoice, Site, choose_backend
 from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
+from attnbackend.fx_passes.shape_range import ShapeRange
 from attnbackend.ops.agnostic import attention, kv_cache_update
 from attnbackend.ops.bind import attention_config, update_config
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
-from attnbackend.ops.generate import backend_op
+from attnbackend.ops.generate import backend_of_op, backend_op
 from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, OpRole
-from attnbackend.selector import AttentionSelectorConfig, Selection, select_backend
+from attnbackend.selector import Selection
 
 __all__ = ["BackendChoice", "SelectBackend"]
-
-BackendChoice = str | Callable[[AttentionSelectorConfig], str | None] | None
-"""A name for every node, a function that names one (or None: automatic) for each node, or None."""
 
 
 class SelectBackend(GraphPass):
@@ -30,43 +28,49 @@ class SelectBackend(GraphPass):
     """
 
     name = "select_backend"
+    stage = Stage.SELECT
 
     def __init__(self, backend: BackendChoice = None) -> None:
         self.backend = backend
 
     def run(self, graph_module: GraphModule) -> PassReport:
         found = list(find_ops(graph_module.graph))
-        readers = {op.node: self._select_reader(op) for op in found if op.op is attention}
-        changes = [_swap(op, readers[op.node], ATTENTION) for op in found if op.op is attention]
+        tokens = ShapeRange.of(graph_module)
+        readers = {op.node: self._select_reader(op, tokens) for op in found if op.op is attention}
+        done = [_swap(op, readers[op.node], ATTENTION) for op in found if op.op is attention]
         for op in found:
             if op.op is kv_cache_update:
-                selection = _reader_of(op, readers) or self._select_writer(op)
-                changes.append(_swap(op, selection, KV_CACHE_UPDATE))
+                selection = _reader_of(op, readers) or self._select_writer(op, tokens)
+                done.append(_swap(op, selection, KV_CACHE_UPDATE))
+        done += [miss for op in found if (miss := _named_already(op))]
+        changes = tuple(x for x in done if isinstance(x, Change))
         if changes:
             graph_module.recompile()
-        return PassReport(self.name, tuple(change for change in changes if change))
+        return PassReport(self.name, changes, tuple(x for x in done if isinstance(x, NearMiss)))
 
-    def _select_reader(self, op: OpNode) -> Selection:
+    def _select_reader(self, op: OpNode, tokens: ShapeRange) -> Selection:
         call = AttentionCall(**{name: tensor_of(a) for name, a in op.arguments().items()})
-        return self._select(attention_config(call))
+        return choose_backend(self.backend, attention_config(call), Site.of(op.node, tokens))
 
-    def _select_writer(self, op: OpNode) -> Selection:
+    def _select_writer(self, op: OpNode, tokens: ShapeRange) -> Selection:
         call = KVCacheUpdateCall(**{name: tensor_of(a) for name, a in op.arguments().items()})
-        return self._select(update_config(call))
-
-    def _select(self, config: AttentionSelectorConfig) -> Selection:
-        named = self.backend(config) if callable(self.backend) else self.backend
-        return select_backend(config, backend=named)
+        return choose_backend(self.backend, update_config(call), Site.of(op.node, tokens))
 
 
-def _swap(op: OpNode, selection: Selection, role: OpRole) -> Change | None:
+def _swap(op: OpNode, selection: Selection, role: OpRole) -> Change | NearMiss:
     own = backend_op(selection.name, role)
+    op.node.meta["attnbackend"] = selection
     if own is None:
-        return None
+        why = f"{selection.name} has no {role.suffix} of its own; the agnostic op serves"
+        return NearMiss(op.node.name, "swap", (why,))
     before = op.op.name()
     op.set_op(own)
-    op.node.meta["attnbackend"] = selection
     return Change(op.node.name, before, own.name(), selection.because)
+
+
+def _named_already(op: OpNode) -> NearMiss | None:
+    named = backend_of_op(op.op)
+    return named and NearMiss(op.node.name, "swap", (f"the graph names {named[0]} already",))
 
 
 def _reader_of(update: OpNode, readers: dict[Node, Selection]) -> Selection | None:

@@ -10,9 +10,9 @@ import torch
 from attnbackend.backend import AttentionBackend
 from attnbackend.impl import AttentionImpl
 from attnbackend.ops.bind import check_attention_call, check_update_call, run_attention, run_update
-from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, OpRole, define_op
+from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, NAMESPACE, OpRole, define_op
 
-__all__ = ["backend_op", "backend_op_names", "define_backend_ops"]
+__all__ = ["backend_of_op", "backend_op", "backend_op_names", "define_backend_ops"]
 
 _OPS: dict[str, tuple[str, OpRole, torch._ops.OpOverload]] = {}
 """Op name -> (backend name, role, overload). An op looks its backend up by name, so it outlives a class."""
@@ -59,6 +59,12 @@ def backend_op(backend_name: str, role: OpRole) -> torch._ops.OpOverload | None:
     """A backend's op for a role, or None where it has none of its own."""
     entry = _OPS.get(op_name(backend_name, role))
     return entry[2] if entry is not None and entry[0] == backend_name else None
+
+
+def backend_of_op(op: torch._ops.OpOverload) -> tuple[str, OpRole] | None:
+    """Whose op it is and in which role; None for ops that are no backend's own."""
+    entry = _OPS.get(op.name().removeprefix(f"{NAMESPACE}::"))
+    return entry[:2] if entry is not None and entry[2] is op else None
 
 
 def backend_op_names() -> list[str]:
