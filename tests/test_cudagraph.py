@@ -237,13 +237,17 @@ def captured(long_lived: LongLivedTensors | None = None) -> tuple[GraphedSteps, 
     return steps, tensors
 
 
+def replay(steps: GraphedSteps, tensors: dict[str, Tensor]) -> Tensor:
+    return steps.replay(KEY, PreparedStep(tensors, lambda: torch.empty(0)))
+
+
 def test_a_replay_computes_on_what_the_tensors_hold_now_at_one_address() -> None:
     steps, tensors = captured()
     tensors["x"].fill_(3.0)
-    first = steps.replay(KEY, tensors)
+    first = replay(steps, tensors)
     assert first.tolist() == [6.0] * 4
     tensors["x"].fill_(4.0)
-    assert steps.replay(KEY, tensors).data_ptr() == first.data_ptr()
+    assert replay(steps, tensors).data_ptr() == first.data_ptr()
     assert first.tolist() == [8.0] * 4
     assert steps.num_replays == {KEY: 2}
 
@@ -261,18 +265,18 @@ def test_a_tensor_that_is_not_where_the_graph_reads_it_is_refused_by_name(change
     steps, tensors = captured()
     function, message = MOVED[change]
     with pytest.raises(RuntimeError, match=message):
-        steps.replay(KEY, {**tensors, "y": function(tensors["y"])})  # type: ignore[dict-item]
+        replay(steps, {**tensors, "y": function(tensors["y"])})  # type: ignore[dict-item]
 
 
 def test_a_tensor_that_was_not_there_at_capture_is_refused() -> None:
     steps, tensors = captured()
     with pytest.raises(RuntimeError, match="extra was not there when the graph was captured"):
-        steps.replay(KEY, {**tensors, "extra": torch.ones(1)})
+        replay(steps, {**tensors, "extra": torch.ones(1)})
 
 
 def test_an_equal_view_of_the_same_memory_is_the_same_tensor() -> None:
     steps, tensors = captured()
-    output = steps.replay(KEY, {**tensors, "y": tensors["y"][:]})
+    output = replay(steps, {**tensors, "y": tensors["y"][:]})
     assert output.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
@@ -280,9 +284,9 @@ def test_a_replaced_weight_is_noticed_within_one_round_of_replays() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
     steps, tensors = captured(LongLivedTensors(module_tensors(model)))
     for _ in range(20):
-        steps.replay(KEY, tensors)
+        replay(steps, tensors)
     model[13].bias = nn.Parameter(torch.zeros(2))
-    one_round = [lambda: steps.replay(KEY, tensors)] * -(-40 // 8)
+    one_round = [lambda: replay(steps, tensors)] * -(-40 // 8)
     with pytest.raises(RuntimeError, match=r"13\.bias has address"):
         [replay() for replay in one_round]
 
@@ -292,7 +296,7 @@ def test_a_weight_written_in_place_is_no_fault() -> None:
     steps, tensors = captured(LongLivedTensors(module_tensors(model)))
     with torch.no_grad():
         model.weight.zero_()
-    steps.replay(KEY, tensors)
+    replay(steps, tensors)
     steps.long_lived.check_all(KEY)
 
 

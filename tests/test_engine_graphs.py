@@ -91,23 +91,64 @@ def logits_of_all_steps(engine: EngineCore, seed: int) -> list[tuple[tuple[str, 
     return found
 
 
-@pytest.mark.parametrize("level", [level for level in AttentionCGSupport if level])
+NEVER, SINGLE, UNIFORM, ALWAYS = AttentionCGSupport
+KINDS = {
+    CUDAGraphMode.PIECEWISE: {"pieces"},
+    CUDAGraphMode.FULL: {"decode", "mixed"},
+    CUDAGraphMode.FULL_DECODE_ONLY: {"decode"},
+    CUDAGraphMode.FULL_AND_PIECEWISE: {"decode", "pieces"},
+}
+LEVELS_AND_MODES = [
+    (NEVER, CUDAGraphMode.PIECEWISE),
+    (ALWAYS, CUDAGraphMode.FULL),
+    *((level, mode) for level in (SINGLE, UNIFORM, ALWAYS) for mode in KINDS if mode.name != "FULL"),
+]
+
+
+@pytest.mark.parametrize(("level", "mode"), LEVELS_AND_MODES)
 @pytest.mark.parametrize("lazy", [False, True])
 def test_logits_from_graphs_are_those_without_bit_for_bit(
-    model: Any, level: AttentionCGSupport, lazy: bool
+    model: Any, level: AttentionCGSupport, mode: CUDAGraphMode, lazy: bool
 ) -> None:
     name = register_backend(backend_of(level).get_name())(backend_of(level)).get_name()
     without = logits_of_all_steps(serve(model, name, CUDAGraphMode.NONE), seed=1)
-    engine = serve(model, name, None, lazy=lazy)
+    engine = serve(model, name, mode, lazy=lazy)
     graphs = engine.runner.graphs  # type: ignore[attr-defined]
-    assert graphs.dispatcher.mode.decode_mode is CUDAGraphMode.FULL
     with_graphs = logits_of_all_steps(engine, seed=1)
     assert [rows for rows, _ in with_graphs] == [rows for rows, _ in without]
     for (_, got), (_, wanted) in zip(with_graphs, without, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
     stats = graphs.stats()
-    assert stats["decode"] > 3
-    assert ("mixed" in stats) == (level is AttentionCGSupport.ALWAYS)
+    assert stats.keys() == KINDS[mode]
+    assert min(stats.values()) > 3
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "FLEX_ATTENTION"])
+def test_pieces_run_attention_with_the_plan_of_the_step(model: Any, backend: str) -> None:
+    """These backends loop over lengths that they have on the host: no graph could hold them."""
+    without = logits_of_all_steps(serve(model, backend, CUDAGraphMode.NONE), seed=4)
+    engine = serve(model, backend, CUDAGraphMode.PIECEWISE)
+    in_pieces = logits_of_all_steps(engine, seed=4)
+    for (_, got), (_, wanted) in zip(in_pieces, without, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    assert engine.runner.graphs.stats().keys() == {"pieces"}  # type: ignore[attr-defined]
+
+
+BY_LEVEL = {
+    NEVER: CUDAGraphMode.PIECEWISE,
+    SINGLE: CUDAGraphMode.FULL_AND_PIECEWISE,
+    UNIFORM: CUDAGraphMode.FULL_AND_PIECEWISE,
+    ALWAYS: CUDAGraphMode.FULL,
+}
+
+
+@pytest.mark.parametrize("level", AttentionCGSupport)
+def test_left_open_the_mode_is_all_that_the_backend_lets_a_graph_hold(
+    model: Any, level: AttentionCGSupport
+) -> None:
+    name = register_backend(backend_of(level).get_name())(backend_of(level)).get_name()
+    engine = serve(model, name, None, lazy=True)
+    assert engine.runner.graphs.dispatcher.mode is BY_LEVEL[level]  # type: ignore[attr-defined]
 
 
 def test_graphs_are_captured_before_serving_and_only_then(model: Any) -> None:

@@ -13,7 +13,7 @@ from attnbackend.cudagraph.modes import (
     resolve_cudagraph_mode,
 )
 from attnbackend.cudagraph.safety import LongLivedTensors, module_tensors, plan_tensors
-from attnbackend.cudagraph.sizes import capture_sizes, decode_sizes, uncovered_decodes
+from attnbackend.cudagraph.sizes import capture_sizes, decode_sizes, mixed_sizes, uncovered_decodes
 
 __all__ = [
     "BatchDescriptor",
@@ -33,6 +33,7 @@ __all__ = [
     "capture_sizes",
     "decode_sizes",
     "lowest_support",
+    "mixed_sizes",
     "module_tensors",
     "plan_tensors",
     "resolve_cudagraph_mode",

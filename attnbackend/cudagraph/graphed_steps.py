@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from attnbackend.cudagraph.dispatcher import Dispatch
 from attnbackend.cudagraph.graphs import Graph, GraphLibrary, Work
+from attnbackend.cudagraph.modes import CUDAGraphMode
 from attnbackend.cudagraph.safety import LongLivedTensors, TensorRecord, check_unmoved, record_tensors
 
 __all__ = ["CaptureCost", "GraphedSteps", "PreparedStep"]
@@ -21,8 +22,10 @@ class PreparedStep:
     """A batch that is ready to run: what the graph would read, and the work itself."""
 
     tensors: Mapping[str, Tensor]
-    """Every tensor that changes its contents from step to step, by name: inputs and plans."""
+    """Every tensor that the graph reads and the step writes, by name: inputs, and plans that are in it."""
     work: Work
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    """In which calls between pieces run."""
 
 
 @dataclass(frozen=True)
@@ -61,37 +64,35 @@ class GraphedSteps:
         Raises:
             RuntimeError: the work cannot be captured; the message says for what.
         """
-        started, before = time.perf_counter(), _memory_in_use()
+        started, in_pieces = time.perf_counter(), key.mode is CUDAGraphMode.PIECEWISE
+        kinds = {(other.mode, other.descriptor.uniform) for other in self._captured}
+        is_first = (key.mode, key.descriptor.uniform) not in kinds
         try:
-            graph = self.library.capture(step.work)
+            graph = self.library.capture(step.work, in_pieces=in_pieces, is_first=is_first)
         except Exception as error:
             raise RuntimeError(f"capturing the graph of {key.descriptor} failed: {error}") from error
         self._captured[key] = _Captured(graph, record_tensors(step.tensors))
-        self.costs.append(CaptureCost(key, time.perf_counter() - started, _memory_in_use() - before))
+        self.costs.append(CaptureCost(key, time.perf_counter() - started, graph.num_bytes))
 
     def __contains__(self, key: object) -> bool:
         return key in self._captured
 
-    def replay(self, key: Dispatch, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Replays the graph of ``key`` on what ``tensors`` hold now.
+    def replay(self, key: Dispatch, step: PreparedStep) -> Tensor:
+        """Replays the graph of ``key`` on what the step's tensors hold now.
 
         Returns:
-            The output of the work, at an address that the next replay writes to again.
+            The output of the work. It holds until the next replay, of whichever graph: they share memory.
 
         Raises:
             RuntimeError: a tensor is not where the graph reads it.
         """
         captured = self._captured[key]
-        check_unmoved(key.descriptor, captured.records, tensors)
+        check_unmoved(key.descriptor, captured.records, step.tensors)
         self.long_lived.check_some(key.descriptor)
-        captured.graph.replay()
+        if key.mode is CUDAGraphMode.PIECEWISE:
+            with step.context():
+                captured.graph.replay()
+        else:
+            captured.graph.replay()
         self.num_replays[key] = self.num_replays.get(key, 0) + 1
         return captured.graph.output
-
-
-def _memory_in_use() -> int:
-    """What the device's allocator holds and cannot give back: graphs keep theirs."""
-    if not torch.cuda.is_available():
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()

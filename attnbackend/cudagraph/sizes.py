@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 from attnbackend.types import Reason
 
-__all__ = ["capture_sizes", "decode_sizes", "padded_size", "uncovered_decodes"]
+__all__ = ["capture_sizes", "decode_sizes", "mixed_sizes", "padded_size", "uncovered_decodes"]
 
 _FINE, _COARSE = 8, 16
 """Steps between sizes up to 256, where a step is short and padding shows, and above."""
+_MIXED = 512
+"""Tokens up to which mixed batches have graphs of their own, beyond those that decodes ask for."""
 
 
 def capture_sizes(
@@ -28,10 +30,8 @@ def capture_sizes(
     Raises:
         ValueError: an own size is not in 1..max_num_tokens, or none is given.
     """
-    largest = min(max_num_seqs * uniform_query_len, max_num_tokens)
     if sizes is None:
-        steps = [1, 2, 4, *range(_FINE, 256, _FINE), *range(256, largest + 1, _COARSE)]
-        return tuple(sorted({*(n for n in steps if n <= largest), largest}))
+        return _up_to(min(max_num_seqs * uniform_query_len, max_num_tokens))
     wrong = [n for n in sizes if not (isinstance(n, int) and 1 <= n <= max_num_tokens)]
     if wrong or not sizes:
         raise ValueError(
@@ -39,6 +39,25 @@ def capture_sizes(
             f"1..{max_num_tokens}, max_num_batched_tokens"
         )
     return tuple(sorted(set(sizes)))
+
+
+def _up_to(largest: int) -> tuple[int, ...]:
+    steps = [1, 2, 4, *range(_FINE, 256, _FINE), *range(256, largest + 1, _COARSE)]
+    return tuple(sorted({*(n for n in steps if n <= largest), largest}))
+
+
+def mixed_sizes(
+    max_num_seqs: int, max_num_tokens: int, *, uniform_query_len: int = 1, sizes: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Sizes of mixed batches: those of `capture_sizes`, and on to twice the largest batch of decodes.
+
+    So a prompt has room beside decodes. Above 512 tokens decodes alone ask for more: in so large a step the
+    GPU takes longer than the host.
+    """
+    if sizes is not None:
+        return capture_sizes(max_num_seqs, max_num_tokens, sizes=sizes)
+    decodes = max_num_seqs * uniform_query_len
+    return _up_to(min(max(decodes, min(2 * decodes, _MIXED)), max_num_tokens))
 
 
 def decode_sizes(sizes: Sequence[int], max_num_seqs: int, uniform_query_len: int) -> tuple[int, ...]:

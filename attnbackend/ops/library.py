@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attnbackend._torch_compat import add_cache_key
+from attnbackend.graph_breaks import run_between
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall, schema_of
 
 __all__ = [
@@ -57,12 +58,14 @@ def define_op(
     Args:
         name: op name.
         role: gives schema and argument class.
-        run: computes, given the bound arguments.
+        run: computes, given the bound arguments; in steps that are captured in pieces, between the graphs.
         check: raises on what ``run`` would refuse; it is the whole fake, since the ops return nothing.
     """
     call = role.call
     _LIBRARY.define(f"{name}{role.schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, lambda *args, **kwargs: run(call(*args, **kwargs)), "CompositeExplicitAutograd")
+    _LIBRARY.impl(
+        name, lambda *args, **kwargs: run_between(run, call(*args, **kwargs)), "CompositeExplicitAutograd"
+    )
 
     def fake(*args: Any, **kwargs: Any) -> None:
         check(call(*args, **kwargs))

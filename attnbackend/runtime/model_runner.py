@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -198,22 +198,37 @@ class ModelRunner:
         return self._forward(inputs, self._context(self._builder_input(batch, inputs)))
 
     def _forward(self, inputs: StepInputs, context: ForwardContext) -> Tensor:
-        with torch.inference_mode(), self._named_backend(), set_forward_context(context):
+        with self._running(context):
             return self.model.forward(*inputs)
+
+    @contextmanager
+    def _running(self, context: ForwardContext) -> Iterator[None]:
+        with torch.inference_mode(), self._named_backend(), set_forward_context(context):
+            yield
 
     def _graphed_step(
         self, batch: PreparedBatch, inputs: StepInputs, key: Dispatch, capturing: bool
     ) -> PreparedStep:
         """A padded batch, planned as the graph of ``key`` needs it."""
         common = self._builder_input(batch, inputs).replace(num_actual_tokens=key.descriptor.num_tokens)
+        if key.mode is CUDAGraphMode.PIECEWISE:
+            return self._step_in_pieces(inputs, common.replace(max_query_len=max(1, common.max_query_len)))
         if not key.descriptor.uniform:  # Whatever the batch's own bound is, the graph's was this at capture.
             common = common.replace(max_query_len=key.descriptor.num_tokens)
         if capturing:
             common = common.replace(max_query_len=common.max_query_len or 1, max_seq_len=self.max_model_len)
         context = self._context(common, capturing)
         plans = {f"plan {group} of {name}": plan for (group, name), plan in context.plans.items()}
-        tensors = {**inputs.named(), **dict(plan_tensors(plans, ""))}
-        return PreparedStep(tensors, partial(self._forward, inputs, context))
+        return self._prepared(inputs, context, {**inputs.named(), **dict(plan_tensors(plans, ""))})
+
+    def _step_in_pieces(self, inputs: StepInputs, common: CommonAttentionMetadata) -> PreparedStep:
+        """Attention runs anew at each replay, with the step's own plan."""
+        return self._prepared(inputs, self._context(common), inputs.named())
+
+    def _prepared(
+        self, inputs: StepInputs, context: ForwardContext, tensors: Mapping[str, Tensor]
+    ) -> PreparedStep:
+        return PreparedStep(tensors, partial(self._forward, inputs, context), partial(self._running, context))
 
     def _named_backend(self) -> AbstractContextManager[object]:
         """Names the engine's backend to the agnostic ops; without one, they choose as everywhere."""

@@ -24,6 +24,7 @@ from attnbackend.cudagraph import (
     capture_sizes,
     decode_sizes,
     lowest_support,
+    mixed_sizes,
     resolve_cudagraph_mode,
     uncovered_decodes,
 )
@@ -95,12 +96,14 @@ def plan_graphs(
     """
     resolved = _possible_mode(options, device, groups)
     sizes = capture_sizes(max_num_seqs, max_num_tokens, sizes=options.sizes)
+    mixed = mixed_sizes(max_num_seqs, max_num_tokens, sizes=options.sizes)
     decodes: tuple[int, ...] = ()
     reasons = resolved.reasons
     if resolved.mode.decode_mode is CUDAGraphMode.FULL:
         decodes = decode_sizes(sizes, max_num_seqs, 1)
-        reasons = (*reasons, *uncovered_decodes(decodes, min(max_num_seqs, max_num_tokens)))
-    return GraphPlan(CUDAGraphDispatcher(resolved.mode, sizes, decodes, max_num_seqs), reasons)
+    if resolved.mode.decode_mode is not CUDAGraphMode.NONE:
+        reasons = (*reasons, *uncovered_decodes(decodes or mixed, min(max_num_seqs, max_num_tokens)))
+    return GraphPlan(CUDAGraphDispatcher(resolved.mode, mixed, decodes, max_num_seqs), reasons)
 
 
 def _possible_mode(
@@ -116,7 +119,7 @@ def _possible_mode(
                 "None"
             )
         return ResolvedMode(none, (Reason("device", device.type, "cuda, for graphs"),))
-    return resolve_cudagraph_mode(options.mode, lowest_support(groups), splits_attention=False)
+    return resolve_cudagraph_mode(options.mode, lowest_support(groups), splits_attention=True)
 
 
 Prepare = Callable[[PreparedBatch, StepInputs, Dispatch, bool], PreparedStep]
@@ -169,15 +172,15 @@ class StepGraphs:
         if key not in self.steps:
             self._capture(key, batch)
         step = self._prepare(batch, self._inputs_for(key, batch), key, False)
-        return self.steps.replay(key, step.tensors)[: batch.num_sampled]
+        return self.steps.replay(key, step)[: batch.num_sampled]
 
     def _inputs_for(self, key: Dispatch, batch: PreparedBatch) -> StepInputs:
         """Views of the batch's persistent tensors, made once for each graph."""
         found = self._inputs.get(key)
         if found is None:
-            tokens, reqs = key.descriptor.num_tokens, key.descriptor.num_reqs
-            assert reqs is not None, "whole steps have rows of requests"
-            found = self._inputs[key] = inputs_of(batch, tokens, reqs, reqs)
+            tokens, most = key.descriptor.num_tokens, len(batch.seq_lens)
+            reqs = most if key.descriptor.num_reqs is None else key.descriptor.num_reqs
+            found = self._inputs[key] = inputs_of(batch, tokens, reqs, min(tokens, reqs))
         return found
 
     def stats(self) -> Mapping[str, int]:
@@ -185,5 +188,6 @@ class StepGraphs:
         counts: dict[str, int] = {}
         for key, count in self.steps.num_replays.items():
             kind = "decode" if key.descriptor.uniform else "mixed"
+            kind = "pieces" if key.mode is CUDAGraphMode.PIECEWISE else kind
             counts[kind] = counts.get(kind, 0) + count
         return counts
