@@ -129,3 +129,19 @@ def test_cascade_writes_a_row_for_each_shape(tmp_path: Path) -> None:
     rows = json.loads(file.read_text())["timings"]
     assert [(row["requests"], row["prefix"], row["suffix"]) for row in rows] == [(2, 32, 5), (3, 32, 5)]
     assert all(row["whole_us"] > 0 and row["parts_us"] > 0 and row["build_us"] > 0 for row in rows)
+
+
+def test_cpu_attention_measures_every_point_of_the_quick_grid(tmp_path: Path) -> None:
+    file = tmp_path / "attention.json"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "benchmarks.cpu_attention", "--quick", "--only", "b1", "--seconds", "0.01",
+            "--threads", "1", "--json", str(file),
+        ],
+        cwd=_REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(file.read_text())["runs"]
+    names = [point["name"] for point in run["points"]]
+    assert names == ["decode b1 ctx128 block 16 float32", "decode b1 ctx128 block 16 bfloat16"]
+    assert all(point["own_ms"]["median"] > 0 and "ratio" not in point for point in run["points"])

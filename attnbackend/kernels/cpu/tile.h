@@ -36,7 +36,7 @@ static inline vf finite_or_zero(vf maximum) {
 }
 
 // Asks for a row of the cache before it is needed: rows of one head lie too far apart, and blocks in
-// too random an order, for the hardware to foresee.
+// too random an order, for the hardware to foresee. Into the second level: a tile does not fit the first.
 template <class C>
 struct Soon {
   const typename C::raw* const* rows;
@@ -45,7 +45,7 @@ struct Soon {
   void fetch(int j) const {
     const char* p = reinterpret_cast<const char*>(rows[j]);
     const int64_t bytes = elements * static_cast<int64_t>(sizeof(typename C::raw));
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
   }
 };
 

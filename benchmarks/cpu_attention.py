@@ -1,0 +1,129 @@
+"""Attention on CPUs: the project's kernel against vLLM's, on the same tensors in one process.
+
+    python -m benchmarks.cpu_attention --peer VENV/lib/python3.11/site-packages/vllm --threads 1 --threads 2
+
+Each side keeps its own cache layout. Outputs are compared before anything is timed. Sides take turns; a
+round's time is the mean of a few calls, a ratio is taken within a round, and medians of rounds are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnbackend.kernels.cpu import paged_attention
+from benchmarks.cpu_attention_grid import GRID, QUICK, Inputs, Point, make_inputs
+from benchmarks.environment import describe_environment
+from benchmarks.timing import Spread, per_call_us
+from benchmarks.vllm_cpu import find_library, peer_side
+
+Call = Callable[[], None]
+_ROUND_S = 0.004
+"""A round's calls take about so long, or are one."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints and writes; see ``--help``."""
+    options = _parser().parse_args(arguments)
+    if options.peer is not None:
+        torch.ops.load_library(str(find_library(options.peer)))
+    points = [p for p in (QUICK if options.quick else GRID) if re.search(options.only, p.name)]
+    runs = [_run(points, threads, options) for threads in options.threads or [torch.get_num_threads()]]
+    if options.json is not None:
+        environment = describe_environment() | {"peer": str(options.peer_version)}
+        options.json.write_text(json.dumps({"environment": environment, "runs": runs}, indent=1) + "\n")
+        print(f"written: {options.json}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.cpu_attention", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--peer", type=Path, help="folder vllm/ of an installed vllm-cpu of this torch; default: none")
+    add("--peer-version", default="vllm-cpu 0.32.0", help="for the record (default %(default)s)")
+    add("--quick", action="store_true", help=f"{len(QUICK)} points instead of {len(GRID)}")
+    add("--only", default="", help="points whose name this pattern is found in")
+    add("--threads", type=int, action="append", help="may be repeated; default: torch's own number")
+    add("--seconds", type=float, default=3.0, help="a point, both sides together (default %(default)s)")
+    add("--json", type=Path, help="file for the figures")
+    return parser
+
+
+def _run(points: Sequence[Point], threads: int, options: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    print(f"\n{threads} thread(s): ms a call, median (min .. max)")
+    results = [_measure(point, options) for point in points]
+    ratios = [r["ratio"]["median"] for r in results if "ratio" in r]
+    summary: dict[str, Any] = {"threads": threads, "points": results}
+    if ratios:
+        worst = max((r for r in results if "ratio" in r), key=lambda r: r["ratio"]["median"])
+        summary |= {"geometric_mean": statistics.geometric_mean(ratios), "worst": worst["name"]}
+        print(
+            f"own time / vllm's: geometric mean {summary['geometric_mean']:.3f}, "
+            f"worst {max(ratios):.3f} ({worst['name']})"
+        )
+    return summary
+
+
+def _measure(point: Point, options: argparse.Namespace) -> dict[str, Any]:
+    inputs = make_inputs(point, torch.Generator().manual_seed(0))
+    sides = _sides(inputs, options.peer is not None)
+    calls, rounds = _amount(sides, options.seconds)
+    timed = per_call_us(sides, rounds=rounds, calls=calls)
+    times = {name: [us / 1e3 for us in each] for name, each in timed.items()}
+    result = {"name": point.name, "calls": calls, "rounds": rounds}
+    result |= {f"{name}_ms": asdict(Spread.of(each)) for name, each in times.items()}
+    line = f"  {point.name:42}" + "".join(f" {name} {Spread.of(each)!s:28}" for name, each in times.items())
+    if "vllm" in times:
+        ratio = Spread.of([a / b for a, b in zip(times["own"], times["vllm"], strict=True)])
+        result["ratio"] = asdict(ratio)
+        line += f" ratio {ratio.median:.3f}, of minima {min(times['own']) / min(times['vllm']):.3f}"
+    print(line, flush=True)
+    return result
+
+
+def _amount(sides: dict[str, Call], seconds: float) -> tuple[int, int]:
+    """Calls a round and rounds, so that all sides take about ``seconds`` together."""
+    start = time.perf_counter()
+    for side in sides.values():
+        side()
+    each = (time.perf_counter() - start) / len(sides)
+    calls = max(1, round(_ROUND_S / each))
+    return calls, max(5, round(seconds / (each * calls * len(sides))))
+
+
+def _sides(inputs: Inputs, with_peer: bool) -> dict[str, Call]:
+    """Calls that were run once and agree."""
+    outputs = {name: torch.full_like(inputs.query, float("nan")) for name in ("own", "vllm")}
+    sides: dict[str, Call] = {"own": lambda: _own(inputs, outputs["own"])}
+    if with_peer:
+        sides["vllm"] = peer_side(inputs, outputs["vllm"])
+    for side in sides.values():
+        side()
+    if with_peer:
+        tolerance = 64 * torch.finfo(inputs.query.dtype).eps
+        torch.testing.assert_close(outputs["own"], outputs["vllm"], rtol=tolerance, atol=tolerance)
+    return sides
+
+
+def _own(inputs: Inputs, output: torch.Tensor) -> None:
+    keys, values = inputs.kv_cache.unbind(1)
+    paged_attention(
+        inputs.query, keys, values, output, inputs.query_start_loc, inputs.seq_lens, inputs.block_table,
+        scale=inputs.scale,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The batches that CPU attention is measured on.
+
+Shape legend: T tokens, R requests, H query heads, K key-value heads, D head size, B blocks, S block_size,
+W table width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+__all__ = ["GRID", "QUICK", "Inputs", "Point", "make_inputs"]
+
+WORK = {
+    "decode b1 ctx128": ((1,), (128,)),
+    "decode b1 ctx2048": ((1,), (2048,)),
+    "decode b8 ctx128": ((1,) * 8, (128,) * 8),
+    "decode b8 ctx2048": ((1,) * 8, (2048,) * 8),
+    "prefill 1x512": ((512,), (512,)),
+    "prefill 1x2048": ((2048,), (2048,)),
+    "mixed 4x(2048,1)+256": ((1,) * 4 + (256,), (2048,) * 4 + (256,)),
+}
+"""Name -> query lengths, sequence lengths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One place of the grid."""
+
+    work: str
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    block_size: int
+    dtype: torch.dtype
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+
+    @property
+    def name(self) -> str:
+        return f"{self.work} block {self.block_size} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of a point, over the standard cache."""
+
+    query: Tensor
+    """[T, H, D]."""
+    kv_cache: Tensor
+    """[B, 2, S, K, D], each request's blocks in random places."""
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    """int32 [R, W]."""
+    scale: float
+
+
+def _points() -> Iterator[Point]:
+    sizes, dtypes = (16, 128), (torch.float32, torch.bfloat16)
+    for (work, (query_lens, seq_lens)), block_size, dtype in product(WORK.items(), sizes, dtypes):
+        yield Point(
+            work=work, query_lens=query_lens, seq_lens=seq_lens, block_size=block_size, dtype=dtype
+        )  # fmt: skip
+
+
+GRID = tuple(_points())
+QUICK = tuple(p for p in GRID if p.block_size == 16 and "ctx128" in p.work)
+
+
+def make_inputs(point: Point, generator: torch.Generator) -> Inputs:
+    """Normally distributed query, keys and values."""
+    counts = [-(-length // point.block_size) for length in point.seq_lens]
+    order = (torch.randperm(sum(counts), generator=generator) + 1).int()
+    table_RW = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    for row, blocks in zip(table_RW, order.split(counts), strict=True):
+        row[: len(blocks)] = blocks
+    cache_shape = (sum(counts) + 1, 2, point.block_size, point.num_kv_heads, point.head_size)
+    query_shape = (sum(point.query_lens), point.num_heads, point.head_size)
+    starts = torch.tensor((0, *point.query_lens)).cumsum(0)
+    return Inputs(
+        torch.randn(query_shape, generator=generator).to(point.dtype),
+        torch.randn(cache_shape, generator=generator).to(point.dtype),
+        starts.int(), torch.tensor(point.seq_lens).int(), table_RW, point.head_size**-0.5,
+    )  # fmt: skip
