@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,12 +99,14 @@ def toy_engine(
     tokenizer: Tokenizer | None = None,
     max_num_seqs: int = 64,
     budget: int = 2048,
+    **options: Any,
 ) -> EngineCore:
     return EngineCore(
         runner or ToyRunner(),
         tokenizer,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
+        **options,
     )
 
 

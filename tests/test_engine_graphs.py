@@ -66,7 +66,9 @@ def serve(model: Any, backend: str, mode: CUDAGraphMode | None, **options: Any) 
         model, backend=backend, num_blocks=60, max_num_seqs=6, max_num_batched_tokens=24, compile=False,
         graphs=GraphOptions(mode=mode, library=library, **options),
     )  # fmt: skip
-    return EngineCore(runner, max_num_seqs=6, max_num_batched_tokens=24, eos_token_ids=())
+    return EngineCore(
+        runner, max_num_seqs=6, max_num_batched_tokens=24, eos_token_ids=(), async_scheduling=False
+    )
 
 
 def logits_of_all_steps(engine: EngineCore, seed: int) -> list[tuple[tuple[str, ...], Tensor]]:

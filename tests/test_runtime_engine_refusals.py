@@ -101,6 +101,39 @@ def test_generate_refuses_before_anything_runs_and_names_the_prompt() -> None:
     assert not engine.has_unfinished()
 
 
+@pytest.mark.parametrize("wrong", [5, ["a"], None], ids=repr)
+def test_an_abort_of_what_is_no_id_is_refused_like_an_unknown_one(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="no unfinished request"):
+        toy_engine().abort(wrong)
+
+
+def test_a_request_id_that_is_no_string_is_refused_before_it_is_queued() -> None:
+    engine = toy_engine()
+    with pytest.raises(TypeError, match="request_id=5 must be a string, or None"):
+        engine.add_request([1], GREEDY, 5)  # type: ignore[arg-type]
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, "greedy", 5], ids=repr)
+def test_generate_names_what_sampling_params_must_be(params: Any) -> None:
+    with pytest.raises(TypeError, match=r"sampling_params=.* must be SamplingParams\(...\), or a list"):
+        toy_engine().generate([[1]], params)
+    with pytest.raises(TypeError, match="prompt 0: sampling_params must be SamplingParams, not"):
+        toy_engine().generate([[1]], [params])
+
+
+@pytest.mark.parametrize("limit", ["max_num_seqs", "max_num_batched_tokens"])
+@pytest.mark.parametrize("value", ["4", 1.5, None, True], ids=repr)
+def test_limits_of_another_type_are_refused(limit: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{limit}={value!r} must be a whole number"):
+        EngineCore(ToyRunner(), **{limit: value})
+
+
+def test_end_of_sequence_ids_that_are_no_list_are_refused() -> None:
+    with pytest.raises(TypeError, match="eos_token_ids=5 must be a list"):
+        EngineCore(ToyRunner(), eos_token_ids=5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("limit", ["max_num_seqs", "max_num_batched_tokens"])
 def test_limits_below_one_are_refused(limit: str) -> None:
     with pytest.raises(ValueError, match=f"{limit}=0"):

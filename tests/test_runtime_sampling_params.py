@@ -64,3 +64,20 @@ def test_values_out_of_range_are_refused(values: dict[str, Any], message: str) -
 def test_values_of_another_type_and_unknown_names_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(TypeError):
         SamplingParams(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stop": 5}, "stop=5 must be a list of strings"),
+        ({"stop": None}, "stop=None must be a list of strings; leave it out for none"),
+        ({"stop_token_ids": 5}, "stop_token_ids=5 must be a list of token ids"),
+        ({"stop_token_ids": 5.5}, "stop_token_ids=5.5 must be a list of token ids"),
+        ({"stop_token_ids": None}, "stop_token_ids=None must be a list"),
+        ({"stop_token_ids": "ab"}, r"stop_token_ids\[0\]='a' is not an integer"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_list_is_refused_in_words(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        SamplingParams(**values)

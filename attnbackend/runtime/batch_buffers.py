@@ -1,18 +1,16 @@
 """Persistent host and device buffers, with one copy a step between them.
 
-Shape suffixes: R requests, T tokens.
+Shape suffixes: R requests, T tokens, N rows of logits.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-IntArray = npt.NDArray[Any]
+from attnbackend.runtime.arrays import IntArray
+from attnbackend.runtime.sampling_table import SampledRows
 
 _ALIGNMENT = 64
 """Bytes; at least the 16 that kernels vectorise on."""
@@ -31,36 +29,50 @@ def device_twin(host: Tensor, device: torch.device) -> Tensor:
 class StepBuffers:
     """The arrays that are written anew at every step, packed so that one copy uploads them all.
 
-    Fields `input_ids_T`, `positions_T`, `slot_mapping_T`, `logits_indices_R` (int64) and
-    `query_start_loc_R`, `seq_lens_R` (int32, the former one longer) are NumPy views of the host
-    side; `device` has the tensors by the names of `PreparedBatch`.
+    Fields `input_ids_T`, `positions_T`, `slot_mapping_T`, `logits_indices_N` (int64),
+    `query_start_loc_R` and `seq_lens_R` (int32, the former one longer) are NumPy views of the host side of
+    what models read, `fed_tokens_R` and `fed_rows_R` (int64) of where the last step's tokens go; `sampling`
+    has those of `SampledRows` by name. `device` and `sampling_device` have the tensors by name.
 
     Args:
         max_reqs: rows.
         max_tokens: tokens.
         device: where the model runs; with a CPU both sides are the same memory.
+        max_logits: rows of logits; None: as many as requests.
     """
 
-    def __init__(self, max_reqs: int, max_tokens: int, device: torch.device) -> None:
-        sizes = {
+    def __init__(
+        self, max_reqs: int, max_tokens: int, device: torch.device, max_logits: int | None = None
+    ) -> None:
+        max_logits = max_logits or max_reqs
+        model = {
             "input_ids": (max_tokens, torch.int64),
             "positions": (max_tokens, torch.int64),
             "slot_mapping": (max_tokens, torch.int64),
-            "logits_indices": (max_reqs, torch.int64),
+            "logits_indices": (max_logits, torch.int64),
             "query_start_loc": (max_reqs + 1, torch.int32),
             "seq_lens": (max_reqs, torch.int32),
         }
+        fed = dict.fromkeys(("fed_tokens", "fed_rows"), (max_reqs, torch.int64))
+        sampling = {
+            name: (max_logits, torch.float64 if name in ("temperature", "top_p") else torch.int64)
+            for name in SampledRows._fields
+        }
+        sizes = {**model, **fed, **sampling}
         num_bytes = sum(_padded_bytes(size, dtype) for size, dtype in sizes.values())
         self._packed_host = host_zeros((num_bytes,), torch.uint8, device)
         self._packed_device = device_twin(self._packed_host, device)
         self.host = _views(self._packed_host, sizes)
-        self.device = _views(self._packed_device, sizes)
-        self.input_ids_T: IntArray = self.host["input_ids"].numpy()
-        self.positions_T: IntArray = self.host["positions"].numpy()
-        self.slot_mapping_T: IntArray = self.host["slot_mapping"].numpy()
-        self.logits_indices_R: IntArray = self.host["logits_indices"].numpy()
-        self.query_start_loc_R: IntArray = self.host["query_start_loc"].numpy()
-        self.seq_lens_R: IntArray = self.host["seq_lens"].numpy()
+        on_device = _views(self._packed_device, sizes)
+        self.device = {name: on_device[name] for name in model}
+        self.fed_tokens, self.fed_rows = on_device["fed_tokens"], on_device["fed_rows"]
+        self.sampling_device = {name: on_device[name] for name in sampling}
+        arrays: dict[str, IntArray] = {name: view.numpy() for name, view in self.host.items()}
+        self.input_ids_T, self.positions_T = arrays["input_ids"], arrays["positions"]
+        self.slot_mapping_T, self.logits_indices_N = arrays["slot_mapping"], arrays["logits_indices"]
+        self.query_start_loc_R, self.seq_lens_R = arrays["query_start_loc"], arrays["seq_lens"]
+        self.fed_tokens_R, self.fed_rows_R = arrays["fed_tokens"], arrays["fed_rows"]
+        self.sampling = {name: arrays[name] for name in sampling}
 
     def upload(self) -> None:
         """Start the copy to the device; the host side must not change before it is done."""

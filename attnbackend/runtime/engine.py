@@ -34,6 +34,9 @@ class Engine(EngineCore):
         cudagraph_mode: a `CUDAGraphMode` or its name; None takes what backend and device allow.
         cudagraph_capture_sizes: batch sizes in tokens to capture graphs for; None: see `capture_sizes`.
         cudagraph_lazy_capture: capture a graph when a batch first needs it, not before serving.
+        async_scheduling: start each step before the tokens of the one before are known, so that the host
+            works while the device does; `step` then returns the outputs of the step before. No token
+            differs. None: on devices other than a CPU.
 
     Raises:
         ValueError: a value that the model, the backend or the device cannot serve.
@@ -56,6 +59,7 @@ class Engine(EngineCore):
         cudagraph_mode: CUDAGraphMode | str | None = None,
         cudagraph_capture_sizes: Sequence[int] | None = None,
         cudagraph_lazy_capture: bool = False,
+        async_scheduling: bool | None = None,
     ) -> None:
         from attnbackend.runtime.model_runner import build_runner
         from attnbackend.runtime.step_graphs import GraphOptions
@@ -82,6 +86,7 @@ class Engine(EngineCore):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             eos_token_ids=_known_eos_ids(model, tokenizer),
+            async_scheduling=async_scheduling,
         )
 
 

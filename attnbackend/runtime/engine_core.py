@@ -13,11 +13,12 @@ from attnbackend.runtime.detokenizer import IncrementalDetokenizer, Tokenizer
 from attnbackend.runtime.input_batch import InputBatch
 from attnbackend.runtime.model_runner_protocol import ModelRunner
 from attnbackend.runtime.prepared_batch import PreparedBatch
-from attnbackend.runtime.request import Request, RequestOutput, StepOutput
+from attnbackend.runtime.request import Request, RequestOutput, RequestStatus, StepOutput
 from attnbackend.runtime.request_progress import RequestProgress
-from attnbackend.runtime.sampler import Draw, sample_tokens
+from attnbackend.runtime.sampler import sample
 from attnbackend.runtime.sampling_params import SamplingParams
-from attnbackend.runtime.scheduler import ScheduledRequest, Scheduler
+from attnbackend.runtime.scheduler import Scheduler
+from attnbackend.runtime.started_step import StartedStep
 from attnbackend.runtime.text_stream import TextStream
 
 ParamsForPrompts = SamplingParams | Sequence[SamplingParams] | None
@@ -38,9 +39,13 @@ class EngineCore:
         max_num_seqs: most requests running at a time.
         max_num_batched_tokens: most tokens a step; longer prompts are computed in chunks.
         eos_token_ids: ids that end a request; None takes the tokenizer's `eos_token_id`.
+        async_scheduling: start each step before the tokens of the one before it are known, so that the
+            host works while the device does; `step` then returns the outputs of the step before. No
+            token differs. None: where the device is not a CPU.
 
     Raises:
         ValueError: a limit below 1, or an end-of-sequence id outside the vocabulary.
+        TypeError: a limit that is no whole number, or end-of-sequence ids that are no list of them.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class EngineCore:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         eos_token_ids: Iterable[int] | None = None,
+        async_scheduling: bool | None = None,
     ) -> None:
         _require_positive("max_num_seqs", max_num_seqs)
         _require_positive("max_num_batched_tokens", max_num_batched_tokens)
@@ -81,6 +87,8 @@ class EngineCore:
         )
         if capture := getattr(runner, "capture_graphs", None):
             capture(self.input_batch.padding)
+        self.is_async = runner.device.type != "cpu" if async_scheduling is None else async_scheduling
+        self._started: StartedStep | None = None
         self._progress: dict[str, RequestProgress] = {}
         self._undelivered: list[StepOutput] = []
         self._num_added = 0
@@ -178,7 +186,7 @@ class EngineCore:
         Raises:
             ValueError: no unfinished request has this id.
         """
-        progress = self._progress.get(request_id)
+        progress = self._progress.get(request_id) if isinstance(request_id, str) else None
         if progress is None:
             raise ValueError(
                 f"abort: no unfinished request {request_id!r}; unfinished are {sorted(self._progress)}"
@@ -227,16 +235,30 @@ class EngineCore:
         return RequestProgress(request, eos_ids.union(params.stop_token_ids), stream)
 
     def _compute_step(self) -> list[StepOutput]:
+        """Start a step, then take in the tokens of the one before; without working ahead, its own."""
+        started = self._start_step()
+        if self.is_async:
+            started, self._started = self._started, started
+        return [] if started is None else self._take_in(started)
+
+    def _start_step(self) -> StartedStep | None:
+        """The step that the device now runs; None where every request waits for a token of the one before."""
         step = self.scheduler.schedule()
         for request in step.preempted:
             self.input_batch.remove(request.request_id)
-        assert step.scheduled, "requests are unfinished and none of them can run"
+        if not step.scheduled:
+            assert self._started is not None, "requests are unfinished and none of them can run"
+            return None
         batch = self.input_batch.prepare(step.scheduled)
         logits = self.runner.execute(batch)
         self._check_logits(logits, batch)
-        sampled = [step.scheduled[row].request for row in batch.sampled_rows]
-        tokens = sample_tokens(logits, [Draw(r.params, r.seed, r.num_outputs) for r in sampled])
-        return self._commit(step.scheduled, sampled, tokens)
+        sampled = sample(logits, batch.sampling)
+        started = StartedStep([step.scheduled[row].request for row in batch.sampled_rows], sampled)
+        self.input_batch.started(sampled.ids)
+        self.scheduler.commit(step.scheduled)
+        for request in started.requests:
+            request.num_pending += 1
+        return started
 
     def _check_logits(self, logits: Tensor, batch: PreparedBatch) -> None:
         expected = (batch.num_sampled, self.runner.vocab_size)
@@ -246,14 +268,15 @@ class EngineCore:
                 f"{expected}: a row for each of batch.sampled_rows, vocab_size wide"
             )
 
-    def _commit(
-        self, scheduled: list[ScheduledRequest], sampled: list[Request], tokens: list[int]
-    ) -> list[StepOutput]:
-        self.scheduler.commit(scheduled)
-        outputs = []
-        for request, token_id in zip(sampled, tokens, strict=True):
-            output = self._progress[request.request_id].accept(token_id)
-            if output.finished:
+    def _take_in(self, step: StartedStep) -> list[StepOutput]:
+        """Give the requests their tokens; those that ended while the step ran are left out."""
+        outputs, progress, ended = [], self._progress, RequestStatus.FINISHED
+        for request, token_id in zip(step.requests, step.tokens(), strict=True):
+            if request.status is ended:
+                continue
+            request.num_pending -= 1
+            output = progress[request.request_id].accept(token_id)
+            if output.finish_reason is not None:
                 self._retire(request)
             outputs.append(output)
         return outputs
@@ -280,6 +303,8 @@ class EngineCore:
 
 
 def _require_positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"Engine: {name}={value!r} must be a whole number")
     if value < 1:
         raise ValueError(f"Engine: {name}={value} is not allowed; it must be at least 1")
 
@@ -288,6 +313,8 @@ def _eos_ids(given: Iterable[int] | None, tokenizer: Tokenizer | None, vocab_siz
     if given is None:
         found = getattr(tokenizer, "eos_token_id", None)
         given = () if found is None else (found,) if isinstance(found, int) else found
+    if not isinstance(given, Iterable):
+        raise TypeError(f"Engine: eos_token_ids={given!r} must be a list of token ids; leave it out for none")
     eos_ids = frozenset(given)
     for token_id in eos_ids:
         if not 0 <= token_id < vocab_size:

@@ -132,6 +132,7 @@ class ModelRunner:
         self.graph_reasons = plan.reasons
         """Why not every step runs from a graph; nothing where all do, or where a person wants none."""
         self.graphs: StepGraphs | None = None
+        self._planned = _event(self.device)
         model.bind(self._bound_layers())
         if options.compile:
             model.compile(options.backend)
@@ -253,10 +254,14 @@ class ModelRunner:
 
     def _context(self, common: CommonAttentionMetadata, capturing: bool = False) -> ForwardContext:
         """The step's plans, one for each group of layers."""
+        if self._planned is not None:
+            self._planned.synchronize()  # Builders write host memory that the plans before are copied from.
         plans = {}
         for i, (group, builder) in enumerate(zip(self.groups, self._builders, strict=True)):
             plan = builder.build_for_cudagraph_capture(common) if capturing else builder.build(0, common)
             plans[i, group.backend.get_name()] = plan
+        if self._planned is not None:
+            self._planned.record()
         return ForwardContext(plans)
 
     def _allocate(self) -> dict[str, Tensor]:
@@ -276,6 +281,11 @@ class ModelRunner:
             for i, group in enumerate(self.groups)
             for name in group.layers
         }
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """An event of the device's stream; None where work is done when it is asked for."""
+    return torch.cuda.Event() if device.type == "cuda" else None
 
 
 def _check_options(model: ServedModel, options: RunnerOptions) -> None:

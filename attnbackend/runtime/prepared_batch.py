@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attnbackend.cudagraph.dispatcher import BatchShape
+from attnbackend.runtime.sampler import SamplingPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class PreparedBatch:
     slot_mapping: Tensor
     """int64 [max_tokens], block * block_size + offset; -1 past num_tokens."""
     logits_indices: Tensor
-    """int64 [max_reqs], token whose logits are needed, one for each of `sampled_rows`; 0 after."""
+    """int64 [max_logits], token whose logits are needed, one for each of `sampled_rows`; 0 after."""
     query_start_loc: Tensor
     """int32 [max_reqs+1], first token of each request; past num_reqs those of the padding."""
     seq_lens: Tensor
@@ -42,19 +43,23 @@ class PreparedBatch:
     num_reqs: int
     """Requests in the batch, decodes first."""
     num_decodes: int
-    """Leading requests that compute one token with all before it in the cache."""
+    """Leading requests that compute their newest token, with all before it in the cache, and its drafts."""
     num_tokens: int
     """Tokens in the batch."""
     num_padded_tokens: int
-    """Tokens with padding: requests of one token and seq_len 0 behind the real ones, as far as rows go."""
+    """Tokens with padding: requests of seq_len 0 behind the real ones, as far as rows go, of as many tokens
+    as a decode where all are decodes, else of one token."""
     max_query_len: int
     """Most tokens of one request in this step."""
     max_seq_len: int
     """Largest of seq_lens."""
     sampled_rows: tuple[int, ...]
-    """Rows that need a sampled token, ascending: the rows of the logits, in this order."""
+    """Rows that need a sampled token, ascending: the rows of the logits, in this order. A request with
+    drafts needs one after each of its tokens, so its row is there as often."""
     request_ids: tuple[str, ...]
     """The request of each row."""
+    sampling: SamplingPlan | None = None
+    """How the rows of the logits are sampled; None: all are greedy."""
 
     @property
     def num_sampled(self) -> int:
@@ -68,5 +73,5 @@ class PreparedBatch:
 
     @property
     def is_pure_decode(self) -> bool:
-        """Every request has finished its prompt and computes one token."""
+        """Every request has finished its prompt and computes its newest token, and drafts."""
         return self.num_decodes == self.num_reqs

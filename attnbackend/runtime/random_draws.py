@@ -9,6 +9,10 @@ Shape suffixes: M rows that sample, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,6 +38,19 @@ def _mix(value: int) -> int:
 def draw_key(seed: int, output_index: int) -> int:
     """Start of the stream for one output token, as a signed 64-bit integer."""
     return _signed(_mix(_mix(seed) + _GOLDEN * (output_index + 1)))
+
+
+def seed_state(seed: int) -> int:
+    """What `draw_keys` takes for a seed, an unsigned 64-bit integer."""
+    return _mix(seed)
+
+
+def draw_keys(states: npt.NDArray[np.uint64], output_indices: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """`draw_key` of many tokens at once, from the `seed_state` of each."""
+    bits = states + np.uint64(_GOLDEN) * (output_indices.astype(np.uint64) + np.uint64(1))
+    bits = (bits ^ bits >> np.uint64(30)) * np.uint64(_MIX_1)
+    bits = (bits ^ bits >> np.uint64(27)) * np.uint64(_MIX_2)
+    return (bits ^ bits >> np.uint64(31)).view(np.int64)
 
 
 def _shift_right(bits: Tensor, amount: int) -> Tensor:

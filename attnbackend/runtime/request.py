@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from attnbackend.runtime.sampling_params import SamplingParams
 
@@ -44,13 +44,13 @@ class RequestOutput:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What one engine step added to one request.
 
     Attributes:
         request_id: the request.
-        token_ids: the new tokens: one, or none when the request ended in an error.
+        token_ids: the new tokens: one, several where speculated ones were accepted, or none when the
+            request ended in an error.
         text: the text that became certain; characters whose bytes are not complete, and text that
             may turn out to be a stop string, come with a later step. All of a request's pieces
             joined are its `RequestOutput.text`.
@@ -70,16 +70,20 @@ class StepOutput:
         return self.finish_reason is not None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
-    """State of an unfinished request; the scheduler owns the fields after `seed`.
+    """State of an unfinished request; the scheduler owns the fields after `seed`, but for `drafts`.
 
     Attributes:
         prompt_len: tokens of the prompt.
-        token_ids: prompt, then the tokens generated so far.
-        num_computed: leading tokens whose keys and values are in the cache.
+        token_ids: prompt, then the tokens generated so far, as far as the host knows them.
+        num_computed: leading tokens whose keys and values are in the cache, or will be when the steps
+            that have been started are done.
+        num_pending: tokens behind `token_ids` that are sampled and known to the device alone.
         block_ids: cache blocks, in order of position.
+        limit: what `num_computed` may grow to before the scheduler must look at the request again.
         arrival: place in the order of arrival, unique.
+        drafts: guesses of the tokens that follow, for the next step.
     """
 
     request_id: str
@@ -91,17 +95,30 @@ class Request:
     arrival: int = -1
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
+    num_pending: int = 0
+    limit: int = 0
     status: RequestStatus = RequestStatus.WAITING
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and generated, the pending ones included."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_outputs(self) -> int:
-        """Tokens generated so far."""
+        """Generated tokens that the host knows."""
         return len(self.token_ids) - self.prompt_len
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens whose keys and values are not in the cache yet."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens whose keys and values are not in the cache yet."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def max_computed(self) -> int:
+        """What `num_computed` is once every token is sampled: the last one is never fed back."""
+        return self.prompt_len + self.params.max_tokens - 1
 
     @property
     def is_decoding(self) -> bool:
@@ -109,4 +126,4 @@ class Request:
 
         A prompt of one token, or its last chunk of one token, has the same shape and is not this.
         """
-        return self.num_computed == len(self.token_ids) - 1 and self.num_computed >= self.prompt_len
+        return self.num_computed == self.num_tokens - 1 and self.num_computed >= self.prompt_len

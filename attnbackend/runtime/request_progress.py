@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from attnbackend.runtime.request import FinishReason, Request, RequestOutput, StepOutput
 from attnbackend.runtime.sampler import INVALID_TOKEN
 from attnbackend.runtime.text_stream import TextStream
@@ -22,21 +24,39 @@ class RequestProgress:
         self.request = request
         self._stop_ids = stop_ids
         self._stream = stream
+        self._full_len = request.prompt_len + request.params.max_tokens
 
     def accept(self, token_id: int) -> StepOutput:
         """Add a sampled token; the output says whether the request has ended with it."""
+        request = self.request
         if token_id == INVALID_TOKEN:
             return self.fail(
-                f"logits of output token {self.request.num_outputs} hold NaN or +inf, or rule "
+                f"logits of output token {request.num_outputs} hold NaN or +inf, or rule "
                 f"every token out; check the model's weights and dtype"
             )
-        self.request.token_ids.append(token_id)
+        request.token_ids.append(token_id)
+        if (
+            self._stream is None
+            and token_id not in self._stop_ids
+            and len(request.token_ids) < self._full_len
+        ):
+            return StepOutput(request.request_id, [token_id], "")
         try:
             piece, reason = self._advance(token_id)
         except Exception as error:
             # A tokenizer's fault is this request's end; the step's other tokens must not be lost.
             return self.fail(f"decoding token {token_id} raised {error!r}", [token_id])
         return self._step_output([token_id], piece, reason)
+
+    def accept_all(self, token_ids: Sequence[int]) -> StepOutput:
+        """Add tokens until the request has ended; those behind its end are dropped."""
+        outputs = [self.accept(token_ids[0])]
+        for token_id in token_ids[1:]:
+            if outputs[-1].finished:
+                break
+            outputs.append(self.accept(token_id))
+        added = [token_id for output in outputs for token_id in output.token_ids]
+        return outputs[-1]._replace(token_ids=added, text="".join(output.text for output in outputs))
 
     def fail(self, message: str, token_ids: list[int] | None = None) -> StepOutput:
         """End the request with an error."""
@@ -58,8 +78,7 @@ class RequestProgress:
     def _reason(self, is_stop_id: bool) -> FinishReason | None:
         if is_stop_id or (self._stream is not None and self._stream.is_stopped):
             return "stop"
-        is_full = self.request.num_outputs >= self.request.params.max_tokens
-        return "length" if is_full else None
+        return "length" if len(self.request.token_ids) >= self._full_len else None
 
     def _step_output(
         self,

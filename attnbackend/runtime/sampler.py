@@ -1,19 +1,21 @@
-"""From logits to token ids.
+"""From logits to token ids, on the device that has the logits and without waiting for it.
 
-Shape suffixes: N rows of logits, M rows among them that sample, P rows that use top_p,
-K sorted candidates, V vocabulary.
+Shape suffixes: N rows of logits, M rows among them that sample, K sorted candidates, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from attnbackend.runtime.random_draws import draw_key, gumbel_draws
+from attnbackend.runtime.random_draws import gumbel_draws
 from attnbackend.runtime.sampling_params import SamplingParams
+from attnbackend.runtime.sampling_table import SampledRows, SamplingTable
 
 INVALID_TOKEN = -1
 """Stands for a row with no usable distribution: a NaN, a +inf, or no logit above -inf."""
@@ -31,8 +33,58 @@ class Draw(NamedTuple):
     output_index: int
 
 
+@dataclass(frozen=True)
+class SamplingPlan:
+    """The rows that are not greedy, on the logits' device, and what the host knows about them.
+
+    Attributes:
+        rows, temperature, top_k, top_p, keys: [M], as in `SampledRows`.
+        max_top_k: the largest of `top_k`.
+        has_top_p: some row has a nucleus.
+        may_be_wide: some nucleus may hold more than the first candidates.
+    """
+
+    rows: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    keys: Tensor
+    max_top_k: int
+    has_top_p: bool
+    may_be_wide: bool
+
+    @classmethod
+    def of(cls, rows: SampledRows, tensors: Mapping[str, Tensor]) -> SamplingPlan:
+        """A plan of rows whose arrays are, or will be, in `tensors`."""
+        has_nucleus = rows.top_p < 1
+        is_wide = has_nucleus & ((rows.top_k == 0) | (rows.top_k > _FEW))
+        return cls(
+            **tensors,
+            max_top_k=int(rows.top_k.max()),
+            has_top_p=bool(has_nucleus.any()),
+            may_be_wide=bool(is_wide.any()),
+        )
+
+
+class Sampled(NamedTuple):
+    """Chosen tokens, on the device."""
+
+    ids: Tensor
+    """int64 [N], each inside the vocabulary also where the row is unusable."""
+    largest: Tensor
+    """[N], the largest logit; not finite where the row is unusable."""
+
+    def tokens(self) -> list[int]:
+        """The ids on the host, `INVALID_TOKEN` for unusable rows; waits for the device."""
+        ids: list[int] = self.ids.tolist()
+        usable = self.largest.isfinite()
+        if not usable.all():
+            ids = torch.where(usable, self.ids, INVALID_TOKEN).tolist()
+        return ids
+
+
 @torch.inference_mode()
-def sample_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> list[int]:
+def sample(logits_NV: Tensor, plan: SamplingPlan | None) -> Sampled:
     """Choose one token a row.
 
     Rows do not influence each other. A greedy row takes its largest logit (lowest id among
@@ -40,39 +92,47 @@ def sample_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> list[int]:
 
     Args:
         logits_NV: [N, V], any float dtype and device; -inf rules a token out.
-        draws: one for each row.
+        plan: the rows that are not greedy; None: all are.
+    """
+    # max propagates NaN, so the one pass that greedy needs also finds unusable rows.
+    largest_N, ids_N = logits_NV.max(dim=-1)
+    if plan is not None:
+        is_all = len(plan.rows) == len(logits_NV)
+        logits_MV = logits_NV if is_all else logits_NV[plan.rows]
+        ids_N.index_copy_(0, plan.rows, _sample_rows(logits_MV, largest_N[plan.rows], plan))
+    return Sampled(ids_N, largest_N)
+
+
+def sample_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """`sample` of rows that are described one by one.
 
     Returns:
         N token ids; `INVALID_TOKEN` for a row that holds NaN or +inf, or nothing but -inf.
     """
     assert logits_NV.shape[0] == len(draws), (logits_NV.shape, len(draws))
-    if not draws:
-        return []
-    # max propagates NaN, so the one pass that greedy needs also finds unusable rows.
-    max_N, ids_N = logits_NV.max(dim=-1)
-    sampling = [row for row, draw in enumerate(draws) if not draw.params.is_greedy]
-    if sampling:
-        rows = torch.tensor(sampling, device=logits_NV.device)
-        logits_MV = logits_NV if len(sampling) == len(draws) else logits_NV[rows]
-        ids_N[rows] = _sample_rows(logits_MV, max_N[rows], [draws[row] for row in sampling])
-    tokens: list[int] = torch.where(max_N.isfinite(), ids_N, INVALID_TOKEN).tolist()
-    return tokens
+    return sample(logits_NV, _plan_of(draws, logits_NV.device)).tokens() if draws else []
 
 
-def _sample_rows(logits_MV: Tensor, max_M: Tensor, draws: Sequence[Draw]) -> Tensor:
-    params = [draw.params for draw in draws]
-    kept_MV = filter_logits(logits_MV, params)
-    keys = [draw_key(draw.seed, draw.output_index) for draw in draws]
-    keys_M = torch.tensor(keys, dtype=torch.int64, device=logits_MV.device)
-    noise_MV = gumbel_draws(keys_M, logits_MV.shape[1])
-    scores_MV = _scaled(kept_MV, max_M, params).add_(noise_MV)
-    return scores_MV.argmax(dim=-1)
+def _plan_of(draws: Sequence[Draw], device: torch.device) -> SamplingPlan | None:
+    table = SamplingTable(len(draws))
+    for row, draw in enumerate(draws):
+        table.set(row, draw.params, draw.seed)
+    indices = np.array([draw.output_index for draw in draws], dtype=np.int64)
+    rows = table.select(np.arange(len(draws)), indices)
+    if rows is None:
+        return None
+    return SamplingPlan.of(rows, {name: torch.from_numpy(x).to(device) for name, x in rows._asdict().items()})
 
 
-def _scaled(logits_MV: Tensor, max_M: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _sample_rows(logits_MV: Tensor, largest_M: Tensor, plan: SamplingPlan) -> Tensor:
+    kept_MV = filter_by_plan(logits_MV, plan)
+    noise_MV = gumbel_draws(plan.keys, logits_MV.shape[1])
+    return _scaled(kept_MV, largest_M, plan.temperature).add_(noise_MV).argmax(dim=-1)
+
+
+def _scaled(logits_MV: Tensor, largest_M: Tensor, temperature_M: Tensor) -> Tensor:
     """(logits - row maximum) / temperature in float64; the shift keeps tiny temperatures finite."""
-    temperature_M = _column([p.temperature for p in params], torch.float64, logits_MV.device)
-    return (logits_MV.double() - max_M.double()[:, None]).div_(temperature_M)
+    return (logits_MV.double() - largest_M.double()[:, None]).div_(temperature_M[:, None])
 
 
 def filter_logits(logits_MV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -86,58 +146,55 @@ def filter_logits(logits_MV: Tensor, params: Sequence[SamplingParams]) -> Tensor
         [M, V] in the dtype of `logits_MV`: a new tensor, or `logits_MV` itself when no row
         restricts anything.
     """
-    vocab_size = logits_MV.shape[1]
-    if any(0 < p.top_k < vocab_size for p in params):
-        logits_MV = _apply_top_k(logits_MV, [p.top_k for p in params])
-    nucleus = [row for row, p in enumerate(params) if p.top_p < 1]
-    if not nucleus:
-        return logits_MV
-    rows = torch.tensor(nucleus, device=logits_MV.device)
-    limited_PV = _apply_top_p(logits_MV[rows], [params[row] for row in nucleus])
-    return logits_MV.index_copy(0, rows, limited_PV)
+    plan = _plan_of([Draw(p, 0, 0) for p in params], logits_MV.device)
+    assert plan is not None
+    return filter_by_plan(logits_MV, plan)
 
 
-def _apply_top_k(logits_MV: Tensor, top_k: Sequence[int]) -> Tensor:
-    vocab_size = logits_MV.shape[1]
-    limits = [k if 0 < k < vocab_size else 0 for k in top_k]
-    largest_MK = logits_MV.topk(max(limits), dim=-1).values
-    limit_M1 = _column(limits, torch.int64, logits_MV.device)
-    threshold_M1 = largest_MK.gather(1, (limit_M1 - 1).clamp_(min=0))
+def filter_by_plan(logits_MV: Tensor, plan: SamplingPlan) -> Tensor:
+    """As `filter_logits`."""
+    if plan.max_top_k:
+        logits_MV = _apply_top_k(logits_MV, plan)
+    return _apply_top_p(logits_MV, plan) if plan.has_top_p else logits_MV
+
+
+def _apply_top_k(logits_MV: Tensor, plan: SamplingPlan) -> Tensor:
+    most = min(plan.max_top_k, logits_MV.shape[1])
+    largest_MK = logits_MV.topk(most, dim=-1).values
+    limit_M1 = plan.top_k[:, None]
+    threshold_M1 = largest_MK.gather(1, (limit_M1 - 1).clamp_(0, most - 1))
     is_cut_MV = (logits_MV < threshold_M1) & (limit_M1 > 0)
     return logits_MV.masked_fill(is_cut_MV, -torch.inf)
 
 
-def _apply_top_p(logits_PV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    top_p_P1 = _column([p.top_p for p in params], torch.float64, logits_PV.device)
-    max_P = logits_PV.amax(dim=-1)
-    total_P1 = _scaled(logits_PV, max_P, params).exp_().sum(dim=-1, keepdim=True)
-    needed_P1 = top_p_P1 * total_P1
-    few_PK = logits_PV.topk(min(_FEW, logits_PV.shape[1]), dim=-1).values
-    threshold_P1, mass_P = _nucleus_limit(few_PK, needed_P1, max_P, params)
-    # Each row decides for itself whether a few candidates are enough, so that rows stay apart.
-    wide = (mass_P < needed_P1[:, 0]).nonzero()[:, 0]
-    if len(wide):
-        sorted_PK = logits_PV[wide].sort(dim=-1, descending=True).values
-        wide_params = [params[row] for row in wide.tolist()]
-        limit, _ = _nucleus_limit(sorted_PK, needed_P1[wide], max_P[wide], wide_params)
-        threshold_P1[wide] = limit
-    return logits_PV.masked_fill(logits_PV < threshold_P1, -torch.inf)
+def _apply_top_p(logits_MV: Tensor, plan: SamplingPlan) -> Tensor:
+    largest_M, few = logits_MV.amax(dim=-1), min(_FEW, logits_MV.shape[1])
+    total_M = _scaled(logits_MV, largest_M, plan.temperature).exp_().sum(dim=-1)
+    needed_M = plan.top_p * total_M
+    few_MK = logits_MV.topk(few, dim=-1).values
+    threshold_M, mass_M = _nucleus_limit(few_MK, needed_M, largest_M, plan.temperature)
+    if plan.may_be_wide and few < logits_MV.shape[1]:
+        # Each row decides for itself whether a few candidates are enough, so that rows stay apart.
+        wide_M = (mass_M < needed_M) & (plan.top_p < 1)
+        # Only where it costs no wait can the rows be counted, to sort no others.
+        rows = slice(None) if logits_MV.is_cuda else wide_M.nonzero()[:, 0]
+        sorted_MV = logits_MV[rows].sort(dim=-1, descending=True).values
+        limit_M, _ = _nucleus_limit(sorted_MV, needed_M[rows], largest_M[rows], plan.temperature[rows])
+        threshold_M[rows] = torch.where(wide_M[rows], limit_M, threshold_M[rows])
+    threshold_M = threshold_M.masked_fill(plan.top_p >= 1, -torch.inf)
+    return logits_MV.masked_fill(logits_MV < threshold_M[:, None], -torch.inf)
 
 
 def _nucleus_limit(
-    sorted_PK: Tensor, needed_P1: Tensor, max_P: Tensor, params: Sequence[SamplingParams]
+    sorted_MK: Tensor, needed_M: Tensor, largest_M: Tensor, temperature_M: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Smallest logit [P, 1] with less than `needed` weight before it, and all weight seen [P].
+    """Smallest logit [M] with less than `needed` weight before it, and all weight seen [M].
 
     Equal logits share their value, so the first of them speaks for all.
     """
-    weight_PK = _scaled(sorted_PK, max_P, params).exp_()
-    upto_PK = weight_PK.cumsum(dim=-1)
-    before_PK = upto_PK.roll(1, dims=-1)
-    before_PK[:, 0] = 0
-    last_P1 = (before_PK < needed_P1).sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0)
-    return sorted_PK.gather(1, last_P1), upto_PK[:, -1]
-
-
-def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)[:, None]
+    weight_MK = _scaled(sorted_MK, largest_M, temperature_M).exp_()
+    upto_MK = weight_MK.cumsum(dim=-1)
+    before_MK = upto_MK.roll(1, dims=-1)
+    before_MK[:, 0] = 0
+    last_M1 = (before_MK < needed_M[:, None]).sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0)
+    return sorted_MK.gather(1, last_M1)[:, 0], upto_MK[:, -1]

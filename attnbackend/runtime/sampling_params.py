@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 _MIN_SEED = -(2**63)
 _MAX_SEED = 2**64 - 1
@@ -47,11 +48,10 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop, "strings")
         object.__setattr__(self, "stop", stop)
-        if isinstance(self.stop_token_ids, int):
-            raise TypeError(f"stop_token_ids={self.stop_token_ids} must be a list of ids")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop_ids = _tuple("stop_token_ids", self.stop_token_ids, "token ids")
+        object.__setattr__(self, "stop_token_ids", stop_ids)
         self._check_types()
         self._check_ranges()
         self._check_stops()
@@ -115,6 +115,12 @@ class SamplingParams:
                     f"greedy; set temperature above 0 (1.0 samples the model's own distribution) "
                     f"or leave {name} out"
                 )
+
+
+def _tuple(name: str, values: Iterable[Any], what: str) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise TypeError(f"SamplingParams: {name}={values!r} must be a list of {what}; leave it out for none")
+    return tuple(values)
 
 
 def _require_int(name: str, value: object) -> None:

@@ -8,6 +8,7 @@ the oldest request advances at every step, which rules out live-lock.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -22,7 +23,10 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 class ScheduledRequest(NamedTuple):
-    """A request and how many of its uncomputed tokens the step computes (at least one)."""
+    """A request and how many tokens the step computes for it (at least one).
+
+    More than it has uncomputed ones: the rest are its drafts.
+    """
 
     request: Request
     num_tokens: int
@@ -30,14 +34,18 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass
 class Schedule:
-    """One step: what runs, decodes first, and what lost its blocks to make room for it."""
+    """One step: what runs, decodes first, and what lost its blocks to make room for it.
 
-    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    Steps of the same requests, all of them decoding, have the same list, which nobody may change.
+    """
+
+    scheduled: Sequence[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     budget: int = 0
 
     def take(self, request: Request, num_tokens: int) -> None:
         """Add a request to the step."""
+        assert isinstance(self.scheduled, list)
         self.scheduled.append(ScheduledRequest(request, num_tokens))
         self.budget -= num_tokens
 
@@ -49,11 +57,15 @@ class Scheduler:
     more later. A preempted request loses its cache, goes to the front of the waiting queue and is
     recomputed from its prompt and the tokens generated so far.
 
+    Steps may be scheduled while those before run: a request whose last token is being sampled is
+    left out, and one that was preempted meanwhile waits until its tokens are known.
+
     Args:
         allocator: the cache's blocks.
         block_size: tokens a block.
         max_num_seqs: most requests running at a time.
-        max_num_batched_tokens: most tokens a step.
+        max_num_batched_tokens: most tokens a step, at least `decode_len`.
+        decode_len: tokens that each decoding request brings to a step: its newest, and its drafts.
     """
 
     def __init__(
@@ -63,14 +75,18 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        decode_len: int = 1,
     ) -> None:
         self.allocator = allocator
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.decode_len = decode_len
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._arrivals = count()
+        self._steady: Sequence[ScheduledRequest] | None = None
+        """The last step, where it was all that runs, decoding, and nothing has come or gone since."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -88,13 +104,14 @@ class Scheduler:
         Nothing counts as computed until `commit`; a step that failed is simply chosen again.
         """
         step = Schedule(budget=self.max_num_batched_tokens)
-        self._schedule_decodes(step)
-        self._schedule_prefills(step)
+        if not self._repeat(step):
+            self._schedule_decodes(step)
+            self._schedule_prefills(step)
         self._admit(step)
         return step
 
-    def commit(self, scheduled: list[ScheduledRequest]) -> None:
-        """Record that the step's tokens are in the cache."""
+    def commit(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Record that the step has been started: its tokens will be in the cache."""
         for request, num_tokens in scheduled:
             request.num_computed += num_tokens
 
@@ -106,15 +123,44 @@ class Scheduler:
             self.waiting.remove(request)
         self._release(request, RequestStatus.FINISHED)
 
+    def _repeat(self, step: Schedule) -> bool:
+        """Take the last step again, if nothing has changed but the lengths."""
+        if self._steady is None:
+            return False
+        new_len = self.decode_len
+        at_limit = [r for r, _ in self._steady if r.num_computed + new_len > r.limit]
+        if at_limit and not self._grow_all(at_limit):
+            self._steady = None
+            return False
+        step.scheduled = self._steady
+        step.budget -= new_len * len(self._steady)
+        return True
+
+    def _grow_all(self, requests: list[Request]) -> bool:
+        """Give each a block or more; False, and nothing done, if one is at its end or there are too few."""
+        if any(r.num_computed >= r.max_computed for r in requests):
+            return False
+        if sum(map(self._missing_blocks, requests)) > self.allocator.num_free:
+            return False
+        for request in requests:
+            self._give_blocks(request, self._missing_blocks(request))
+        return True
+
     def _schedule_decodes(self, step: Schedule) -> None:
-        for request in [r for r in self.running if r.is_decoding]:
-            if step.budget == 0:
-                return
+        decodes = [r for r in self.running if r.is_decoding]
+        for request in decodes:
+            if step.budget < self.decode_len:
+                break
             # An older decode may have preempted this one a moment ago.
-            if request.status is RequestStatus.RUNNING and self._has_slot(request, step):
-                step.take(request, 1)
+            is_running = request.status is RequestStatus.RUNNING
+            if is_running and request.num_computed < request.max_computed and self._has_slot(request, step):
+                step.take(request, self.decode_len)
+        if len(step.scheduled) == len(self.running):
+            self._steady = step.scheduled
 
     def _schedule_prefills(self, step: Schedule) -> None:
+        if self._steady is not None:
+            return
         for request in self.running:
             if step.budget == 0:
                 return
@@ -126,25 +172,37 @@ class Scheduler:
             request = self.waiting[0]
             needed = blocks_for(len(request.token_ids), self.block_size)
             # One spare block a running request: else its next block would preempt the newcomer.
-            if needed + len(self.running) > self.allocator.num_free:
+            if request.num_pending or needed + len(self.running) > self.allocator.num_free:
                 return
             self.waiting.popleft()
-            request.block_ids = self.allocator.allocate(needed)
+            self._give_blocks(request, needed)
             request.status = RequestStatus.RUNNING
             self.running.append(request)
+            if step.scheduled is self._steady:
+                step.scheduled, self._steady = list(step.scheduled), None
             step.take(request, min(request.num_uncomputed, step.budget))
 
+    def _missing_blocks(self, request: Request) -> int:
+        """Blocks that the request's next decode needs and has not."""
+        needed = blocks_for(request.num_computed + self.decode_len, self.block_size)
+        return max(0, needed - len(request.block_ids))
+
+    def _give_blocks(self, request: Request, count: int) -> None:
+        request.block_ids += self.allocator.allocate(count)
+        room = len(request.block_ids) * self.block_size
+        request.limit = min(room, request.max_computed + self.decode_len - 1)
+
     def _has_slot(self, request: Request, step: Schedule) -> bool:
-        """Give the request room for one token more, from younger ones if need be."""
-        if request.num_computed < len(request.block_ids) * self.block_size:
-            return True
-        while not self.allocator.num_free:
+        """Give the request room for its next decode, from younger ones if need be."""
+        missing = self._missing_blocks(request)
+        while self.allocator.num_free < missing:
             youngest = self.running[-1]
             if youngest is request:
                 return False  # It keeps its cache and waits for an older one to finish.
             self._preempt(youngest)
             step.preempted.append(youngest)
-        request.block_ids += self.allocator.allocate(1)
+        if missing:
+            self._give_blocks(request, missing)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -158,3 +216,4 @@ class Scheduler:
         self.allocator.free(request.block_ids)
         request.block_ids = []
         request.status = status
+        self._steady = None
