@@ -116,7 +116,7 @@ class InputBatch:
         return self._fill(rows, self._padding_of(rows), query_len)
 
     def started(self, ids_N: Tensor) -> None:
-        """Say where the device will have the tokens of the batch prepared last, int64, one a row of logits."""
+        """Say where the device will have the tokens of the batch prepared last, int64 [N]."""
         self._last_ids = ids_N
         self._logits_row_H[self._wanted_homes_N] = self._iota_T[: len(self._wanted_homes_N)]
 
