@@ -70,7 +70,7 @@ class _NoGraph:
 
 
 class _NoGraphs:
-    def capture(self, work: Callable[[], Tensor]) -> _NoGraph:
+    def capture(self, work: Callable[[], Tensor], **options: bool) -> _NoGraph:
         return _NoGraph(work())
 
 
