@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnbackend.impl import AttentionImpl, AttentionImplBase, MLAAttentionImpl
 from attnbackend.metadata import AttentionMetadataBuilder
+from attnbackend.mla_metadata import MLAMetadataBuilder
 from attnbackend.types import AttentionType, KVCacheLayout, LSEBase, MultipleOf, Reason
 
 if TYPE_CHECKING:
@@ -229,8 +230,10 @@ def _check_claims(cls: type[AttentionBackend]) -> None:
 def check_parts(cls: type[AttentionBackend]) -> None:
     """Raises TypeError when the classes that a backend names cannot do what its claims say."""
     impl, builder = cls.get_impl_cls(), cls.get_builder_cls()
-    kind = MLAAttentionImpl if cls.is_mla else AttentionImpl
-    for part, base in ((impl, kind), (builder, AttentionMetadataBuilder)):
+    kinds = (
+        (MLAAttentionImpl, MLAMetadataBuilder) if cls.is_mla else (AttentionImpl, AttentionMetadataBuilder)
+    )
+    for part, base in zip((impl, builder), kinds, strict=True):
         where = f"{cls.get_name()}: {part.__name__}" if isinstance(part, type) else cls.get_name()
         if not (isinstance(part, type) and issubclass(part, base)):
             raise TypeError(f"{where} is not a subclass of {base.__name__} (is_mla={cls.is_mla})")

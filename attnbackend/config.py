@@ -20,6 +20,8 @@ __all__ = [
     "forced_backend",
     "get_config",
     "library_choices",
+    "mla_context_tokens",
+    "mla_prefill_choice",
     "set_config",
 ]
 
@@ -28,6 +30,10 @@ DEBUG_VARIABLE = "ATTNBACKEND_DEBUG"
 FLASH_ATTN_VARIABLE = "ATTNBACKEND_FLASH_ATTN"
 FLASH_ATTN_FP8_VARIABLE = "ATTNBACKEND_FLASH_ATTN_FP8"
 
+MLA_PREFILL_VARIABLE = "ATTNBACKEND_MLA_PREFILL"
+MLA_CONTEXT_VARIABLE = "ATTNBACKEND_MLA_CONTEXT_TOKENS"
+
+_DEFAULT_CONTEXT_TOKENS = 1 << 15
 _SWITCH_VALUES = {"": False, "0": False, "1": True}
 
 
@@ -53,9 +59,20 @@ class Config:
     float8 as well: faster, and farther from exact than the relative rule allows. None: as
     ``ATTNBACKEND_FLASH_ATTN_FP8`` says, or no."""
 
+    mla_prefill: str | None = None
+    """Which library attends to the prompts of latent attention, a name from
+    `attnbackend.backends.mla.prefill.MLA_PREFILLS`; None: as ``ATTNBACKEND_MLA_PREFILL`` says, or the first
+    that can."""
+    mla_context_tokens: int | None = None
+    """Most cached tokens whose keys and values a prompt's attention holds at once, for each layer of latent
+    attention in turn; None: as ``ATTNBACKEND_MLA_CONTEXT_TOKENS`` says, or 32768."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "backend", getattr(self.backend, "key", self.backend))
-        kinds = (("backend", str), ("debug", bool), ("flash_attn", str), ("flash_attn_fp8", bool))
+        kinds = (
+            ("backend", str), ("debug", bool), ("flash_attn", str), ("flash_attn_fp8", bool),
+            ("mla_prefill", str), ("mla_context_tokens", int),
+        )  # fmt: skip
         for name, kind in kinds:
             value = getattr(self, name)
             if not (value is None or isinstance(value, kind)):
@@ -145,9 +162,31 @@ def flash_attn_fp8_enabled() -> bool:
     return _switch(_CURRENT.get().flash_attn_fp8, FLASH_ATTN_FP8_VARIABLE)
 
 
-def library_choices() -> tuple[str | None, bool]:
+def mla_prefill_choice() -> str | None:
+    """The library that the configuration or else the environment wants for prompts of latent attention."""
+    configured = _CURRENT.get().mla_prefill
+    return configured or os.environ.get(MLA_PREFILL_VARIABLE, "").strip().upper() or None
+
+
+def mla_context_tokens() -> int:
+    """Most cached tokens whose keys and values a prompt's attention holds at once.
+
+    Raises:
+        ValueError: it is not a positive number.
+    """
+    configured = _CURRENT.get().mla_context_tokens
+    text = os.environ.get(MLA_CONTEXT_VARIABLE, "").strip()
+    value: int | str = configured if configured is not None else text or _DEFAULT_CONTEXT_TOKENS
+    if not str(value).isdecimal() or int(value) < 1:
+        raise ValueError(
+            f"mla_context_tokens={value!r} (set_config, or {MLA_CONTEXT_VARIABLE}); allowed: a number above 0"
+        )
+    return int(value)
+
+
+def library_choices() -> tuple[str | None, bool, str | None]:
     """Choices within backends, on which every cached selection depends besides the forced backend."""
-    return flash_attn_choice(), flash_attn_fp8_enabled()
+    return flash_attn_choice(), flash_attn_fp8_enabled(), mla_prefill_choice()
 
 
 def _switch(configured: bool | None, variable: str) -> bool:

@@ -32,6 +32,7 @@ __all__ = [
     "SlidingWindowSpec",
     "allocate_kv_cache",
     "allocate_kv_caches",
+    "bits_of",
     "expand_block_table",
     "kv_cache_geometry",
     "quantize_to_cache",
@@ -49,8 +50,10 @@ KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
+    "fp8_ds_mla": torch.uint8,
 }
-"""Names of cache types; "auto" is the model's own, "fp8" another name of "fp8_e4m3"."""
+"""Names of cache types; "auto" is the model's own, "fp8" another name of "fp8_e4m3", "fp8_ds_mla" rows of
+bytes with scales of their own, of latent attention alone."""
 
 
 def resolve_kv_cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
@@ -172,6 +175,8 @@ def spec_of(params: AttentionParams, layout: KVCacheLayout = KVCacheLayout.NHD) 
         "kv_cache_dtype": params.kv_cache_dtype,
         "layout": layout,
     }
+    if params.mla is not None:
+        return MLAAttentionSpec(**shared)
     if params.attn_type is AttentionType.ENCODER_DECODER:
         return CrossAttentionSpec(**shared)
     if params.attention_chunk_size is not None:
@@ -485,9 +490,9 @@ def write_kv_cache(
     blocks, offsets = slots // block_size, slots % block_size
     for side, (new, scale) in enumerate(((key, k_scale), (value, v_scale))):
         rows = quantize_to_cache(new[written], scale, kv_cache.dtype)
-        _bits(kv_cache[:, side])[blocks, offsets] = _bits(rows)
+        bits_of(kv_cache[:, side])[blocks, offsets] = bits_of(rows)
 
 
-def _bits(x: Tensor) -> Tensor:
+def bits_of(x: Tensor) -> Tensor:
     """A float8 tensor as bytes, since indexing is not defined for float8; others as they are."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

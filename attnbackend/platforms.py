@@ -1,7 +1,7 @@
 """Which backends a device tries, in which order.
 
-The orders for CUDA, ROCm and XPU are those of vLLM 0.25.1's platforms, with `TORCH_SDPA`, which
-runs anywhere, at the end of each; the order for CPUs is the project's own, the fastest first
+The orders for CUDA, ROCm and XPU are those of vLLM 0.25.1's platforms, with torch's own backends,
+which run anywhere, at the end of each; the order for CPUs is the project's own, the fastest first
 (docs/flex-attention.md has figures).
 """
 
@@ -47,15 +47,21 @@ _XPU = ("FLASH_ATTN", "TRITON_ATTN", "TURBOQUANT", "TORCH_SDPA")
 _CPU = ("CPU_ATTN", "TORCH_SDPA", "FLEX_ATTENTION")
 _MLA_CUDA = (
     "FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "TRITON_MLA", "FLASH_ATTN_MLA_SPARSE",
-    "FLASHMLA_SPARSE",
+    "FLASHMLA_SPARSE", "TRITON_MLA_SPARSE", "TORCH_MLA", "TORCH_MLA_SPARSE",
 )  # fmt: skip
 _MLA_SM100 = (
     "FLASHINFER_MLA", "TOKENSPEED_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA",
-    "FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE",
+    "FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE", "TRITON_MLA_SPARSE", "TORCH_MLA", "TORCH_MLA_SPARSE",
 )  # fmt: skip
-_MLA_SM120 = ("TRITON_MLA", "FLASHINFER_MLA_SPARSE_SM120")
-_MLA_ROCM = ("ROCM_AITER_MLA", "TRITON_MLA", "ROCM_AITER_TRITON_MLA", "ROCM_AITER_MLA_SPARSE")
-_MLA_XPU = ("TRITON_MLA", "XPU_MLA_SPARSE")
+_MLA_SM120 = (
+    "TRITON_MLA", "FLASHINFER_MLA_SPARSE_SM120", "TRITON_MLA_SPARSE", "TORCH_MLA", "TORCH_MLA_SPARSE",
+)  # fmt: skip
+_MLA_ROCM = (
+    "ROCM_AITER_MLA", "TRITON_MLA", "ROCM_AITER_TRITON_MLA", "ROCM_AITER_MLA_SPARSE", "TRITON_MLA_SPARSE",
+    "TORCH_MLA", "TORCH_MLA_SPARSE",
+)  # fmt: skip
+_MLA_XPU = ("TRITON_MLA", "XPU_MLA_SPARSE", "TORCH_MLA", "TORCH_MLA_SPARSE")
+_MLA_CPU = ("TORCH_MLA", "TORCH_MLA_SPARSE")
 
 
 def backend_priorities(platform: Platform, *, use_mla: bool) -> tuple[str, ...]:
@@ -65,7 +71,7 @@ def backend_priorities(platform: Platform, *, use_mla: bool) -> tuple[str, ...]:
     """
     if platform.device_type == "cuda":
         return _cuda_priorities(platform, use_mla)
-    dense, mla = {"cpu": (_CPU, ()), "xpu": (_XPU, _MLA_XPU)}.get(platform.device_type, ((), ()))
+    dense, mla = {"cpu": (_CPU, _MLA_CPU), "xpu": (_XPU, _MLA_XPU)}.get(platform.device_type, ((), ()))
     return mla if use_mla else dense
 
 

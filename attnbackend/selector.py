@@ -40,6 +40,7 @@ __all__ = [
 
 _POSITIVE = (
     "head_size", "num_heads", "num_kv_heads", "block_size", "sliding_window", "attention_chunk_size",
+    "kv_lora_rank",
 )  # fmt: skip
 
 
@@ -78,6 +79,8 @@ class AttentionSelectorConfig:
     per_head_quant_scales: bool
     use_mla: bool
     use_sparse: bool
+    kv_lora_rank: int | None
+    """Of latent attention, whose ``head_size`` is this plus qk_rope_head_dim; None: not latent, or unsaid."""
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -122,6 +125,7 @@ class AttentionSelectorConfig:
         per_head_quant_scales: bool = False,
         use_mla: bool = False,
         use_sparse: bool = False,
+        kv_lora_rank: int | None = None,
     ) -> AttentionSelectorConfig:
         """A plain causal decoder layer on the present platform, with the named fields changed."""
         fields: dict[str, Any] = {k: v for k, v in locals().items() if k != "cls"}

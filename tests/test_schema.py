@@ -65,7 +65,7 @@ attnbackend::kv_cache_update(Tensor key,
 def test_every_backend_shares_the_schema_of_its_role() -> None:
     for name in DENSE_BACKENDS:
         resolve_backend(name)
-    for op in backend_op_names():
+    for op in (name for name in backend_op_names() if "_mla_" not in name):
         role = "kv_cache_update" if op.endswith("_kv_cache_update") else "attention"
         agnostic = getattr(torch.ops.attnbackend, role).default._schema
         own = getattr(torch.ops.attnbackend, op).default._schema

@@ -39,10 +39,10 @@ class ToyImpl(AttentionImpl):
 
 
 class ToyMLAImpl(MLAAttentionImpl):
-    def forward_mqa(self, query, kv_cache, attn_metadata, output, tensors):
+    def forward_mqa(self, query_latent, query_rope, kv_cache, attn_metadata, output, tensors):
         output.zero_()
 
-    def forward_mha(self, query, key, value, attn_metadata, output, tensors):
+    def forward_mha(self, query, key, value, attn_metadata, output, lse):
         output.zero_()
 
 

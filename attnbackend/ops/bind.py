@@ -6,10 +6,9 @@ signature; a call then costs a dictionary look-up.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +17,24 @@ from attnbackend.backend import AttentionBackend, KVCacheDims
 from attnbackend.config import debug_checks_enabled, forced_backend, library_choices
 from attnbackend.forward_context import get_forward_context
 from attnbackend.impl import AttentionImpl, AttentionParams, OptionalTensors
-from attnbackend.kv_cache import resolve_kv_cache_dtype, spec_of
+from attnbackend.kv_cache import spec_of
 from attnbackend.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 from attnbackend.ops import checks
+from attnbackend.ops.binding import (
+    LN_2,
+    choose_backend,
+    remember,
+    rows_of,
+    typed_cache,
+    whole_of,
+)
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
 from attnbackend.registry import registry_generation, resolve_backend
-from attnbackend.selector import AttentionSelectorConfig, backend_reasons, select_backend
+from attnbackend.selector import AttentionSelectorConfig
 from attnbackend.types import AttentionType, LSEBase
 
 __all__ = [
@@ -38,9 +45,6 @@ __all__ = [
     "run_update",
     "update_config",
 ]
-
-_CACHE_LIMIT = 4096
-_LN_2 = math.log(2.0)
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,10 @@ class _BoundAttention:
             output_block_scale=call.output_block_scale, bidirectional_ranges=call.bidirectional_ranges,
         )  # fmt: skip
         plan = self._plan(call)
-        kv_cache = _typed(call.kv_cache, call.kv_cache_dtype)
+        kv_cache = typed_cache(call.kv_cache, call.kv_cache_dtype)
         self.impl.forward(call.query, call.key, call.value, kv_cache, plan, call.output, tensors)
         if self.converts_lse and call.lse is not None:
-            call.lse.mul_(_LN_2)
+            call.lse.mul_(LN_2)
 
     def _plan(self, call: AttentionCall) -> AttentionMetadata:
         context = get_forward_context()
@@ -84,13 +88,6 @@ class _BoundAttention:
         if AttentionType(call.attn_type).keeps_no_cache:
             common = common.replace(max_seq_len=call.query.shape[0])
         return self.builder.build(0, common)
-
-
-def _typed(kv_cache: Tensor, kv_cache_dtype: str) -> Tensor:
-    """A float8 cache that came as bytes, in its own type."""
-    if kv_cache.dtype is not torch.uint8:
-        return kv_cache
-    return kv_cache.view(resolve_kv_cache_dtype(kv_cache_dtype, kv_cache.dtype))
 
 
 def _standard_dims(kv_cache: Tensor) -> KVCacheDims:
@@ -151,25 +148,14 @@ def _per_head(scale: Tensor | None) -> bool:
     return scale is not None and scale.numel() > 1
 
 
-def _choose(name: str | None, config: AttentionSelectorConfig) -> type[AttentionBackend]:
-    """The named backend if it can serve, or the selected one where ``name`` is None."""
-    if name is None:
-        return select_backend(config).backend
-    reasons = backend_reasons(name, config)
-    if reasons:
-        listed = "".join(f"\n  {reason}" for reason in reasons)
-        raise ValueError(f"backend {name!r} cannot serve this call:{listed}")
-    return resolve_backend(name)
-
-
 def _resolve(
     name: str | None, kv_cache: Tensor, kv_cache_dtype: str,
     config_of: Callable[[KVCacheDims], AttentionSelectorConfig],
 ) -> tuple[type[AttentionBackend], KVCacheDims]:  # fmt: skip
     if name is not None:
         dims = _backend_dims(resolve_backend(name), kv_cache, kv_cache_dtype)
-        return _choose(name, config_of(dims)), dims
-    backend = _choose(None, config_of(_standard_dims(kv_cache)))
+        return choose_backend(name, config_of(dims)), dims
+    backend = choose_backend(None, config_of(_standard_dims(kv_cache)))
     return backend, _backend_dims(backend, kv_cache, kv_cache_dtype)
 
 
@@ -230,24 +216,14 @@ def _bind_update(name: str | None, call: KVCacheUpdateCall) -> tuple[AttentionIm
     return impl, dims
 
 
-def _rows(x: Tensor | None) -> Any:
-    """Signature of a tensor whose first dimension is the number of tokens."""
-    return x if x is None else (x.shape[1:], x.dtype, x.device, x.stride(-1))
-
-
-def _whole(x: Tensor | None) -> Any:
-    """Signature of any other tensor."""
-    return x if x is None else (x.shape, x.dtype, x.device)
-
-
 def _attention_signature(c: AttentionCall) -> tuple[Any, ...]:
     return (
-        _rows(c.query), _rows(c.key), _rows(c.value), _rows(c.output), _rows(c.lse),
+        rows_of(c.query), rows_of(c.key), rows_of(c.value), rows_of(c.output), rows_of(c.lse),
         c.kv_cache.shape, c.kv_cache.dtype, c.kv_cache.device, c.kv_cache.stride(-1),
-        _whole(c.query_start_loc), _whole(c.seq_lens), _whole(c.block_table), c.scale, c.causal,
-        c.sliding_window, c.attention_chunk_size, c.logits_soft_cap, _whole(c.alibi_slopes),
-        _whole(c.sinks), _whole(c.bidirectional_ranges), _whole(c.q_scale),
-        _whole(c.k_scale), _whole(c.v_scale), _whole(c.output_scale), _rows(c.output_block_scale),
+        whole_of(c.query_start_loc), whole_of(c.seq_lens), whole_of(c.block_table), c.scale, c.causal,
+        c.sliding_window, c.attention_chunk_size, c.logits_soft_cap, whole_of(c.alibi_slopes),
+        whole_of(c.sinks), whole_of(c.bidirectional_ranges), whole_of(c.q_scale),
+        whole_of(c.k_scale), whole_of(c.v_scale), whole_of(c.output_scale), rows_of(c.output_block_scale),
         c.kv_cache_dtype, c.attn_type,
         torch.is_grad_enabled() and (c.query.requires_grad or (c.key is not None and c.key.requires_grad)),
     )  # fmt: skip
@@ -255,22 +231,14 @@ def _attention_signature(c: AttentionCall) -> tuple[Any, ...]:
 
 def _update_signature(c: KVCacheUpdateCall) -> tuple[Any, ...]:
     return (
-        _rows(c.key), _rows(c.value), _whole(c.kv_cache), c.kv_cache.stride(-1), c.slot_mapping.dtype,
-        c.slot_mapping.device, c.slot_mapping.dim(), _whole(c.k_scale), _whole(c.v_scale),
+        rows_of(c.key), rows_of(c.value), whole_of(c.kv_cache), c.kv_cache.stride(-1), c.slot_mapping.dtype,
+        c.slot_mapping.device, c.slot_mapping.dim(), whole_of(c.k_scale), whole_of(c.v_scale),
         c.kv_cache_dtype, torch.is_grad_enabled() and (c.key.requires_grad or c.value.requires_grad),
     )  # fmt: skip
 
 
-V = TypeVar("V")
 _ATTENTION: dict[Any, _BoundAttention] = {}
 _UPDATE: dict[Any, tuple[AttentionImpl, KVCacheDims]] = {}
-
-
-def _remember(cache: dict[Any, V], key: Any, value: V) -> V:
-    if len(cache) >= _CACHE_LIMIT:
-        cache.clear()
-    cache[key] = value
-    return value
 
 
 def run_attention(name: str | None, call: AttentionCall) -> None:
@@ -279,7 +247,7 @@ def run_attention(name: str | None, call: AttentionCall) -> None:
     key = (chosen_by, registry_generation(), _attention_signature(call))
     bound = _ATTENTION.get(key)
     if bound is None or bound.is_stale:
-        bound = _remember(_ATTENTION, key, _bind_attention(name, call))
+        bound = remember(_ATTENTION, key, _bind_attention(name, call))
     checks.check_attention_tokens(call)
     if debug_checks_enabled():
         checks.check_rows(call, bound.dims)
@@ -291,11 +259,11 @@ def run_update(name: str | None, call: KVCacheUpdateCall) -> None:
     """As `run_attention`, for a cache write."""
     chosen_by = forced_backend() if name is None else name
     key = (chosen_by, registry_generation(), _update_signature(call))
-    impl, dims = _UPDATE.get(key) or _remember(_UPDATE, key, _bind_update(name, call))
+    impl, dims = _UPDATE.get(key) or remember(_UPDATE, key, _bind_update(name, call))
     checks.check_update_tokens(call)
     if debug_checks_enabled():
         checks.check_slots(call, dims)
     if call.key.shape[0]:
         tensors = OptionalTensors(k_scale=call.k_scale, v_scale=call.v_scale)
-        kv_cache = _typed(call.kv_cache, call.kv_cache_dtype)
+        kv_cache = typed_cache(call.kv_cache, call.kv_cache_dtype)
         impl.kv_cache_update(call.key, call.value, kv_cache, call.slot_mapping, tensors)

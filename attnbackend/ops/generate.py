@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
 from attnbackend.backend import AttentionBackend
-from attnbackend.impl import AttentionImpl
+from attnbackend.impl import AttentionImpl, MLAAttentionImpl, SparseMLAAttentionImpl
 from attnbackend.ops.bind import check_attention_call, check_update_call, run_attention, run_update
-from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, NAMESPACE, OpRole, define_op
+from attnbackend.ops.library import (
+    ATTENTION,
+    KV_CACHE_UPDATE,
+    MLA_ATTENTION,
+    MLA_CACHE_UPDATE,
+    MLA_MIXED,
+    MLA_PREFILL,
+    NAMESPACE,
+    OpRole,
+    define_op,
+)
+from attnbackend.ops.mla_bind import (
+    check_mha_call,
+    check_mixed_call,
+    check_mla_update_call,
+    check_mqa_call,
+    run_mha,
+    run_mixed,
+    run_mla_update,
+    run_mqa,
+)
 
 __all__ = ["backend_of_op", "backend_op", "backend_op_names", "define_backend_ops"]
 
@@ -29,20 +50,46 @@ def define_backend_ops(backend: type[AttentionBackend]) -> None:
     Raises:
         ValueError: another backend's name leads to the same op name.
     """
-    if issubclass(backend.get_impl_cls(), AttentionImpl):
-        name = backend.get_name()
-        _define(name, ATTENTION, run_attention, check_attention_call)
+    for role in _roles_of(backend):
+        _define(backend.get_name(), role, *_RUNS[role])
+
+
+_RUNS: dict[OpRole, tuple[Callable[..., None], Callable[..., object]]] = {
+    ATTENTION: (run_attention, check_attention_call),
+    KV_CACHE_UPDATE: (run_update, check_update_call),
+    MLA_ATTENTION: (run_mqa, check_mqa_call),
+    MLA_MIXED: (run_mixed, check_mixed_call),
+    MLA_PREFILL: (run_mha, check_mha_call),
+    MLA_CACHE_UPDATE: (run_mla_update, check_mla_update_call),
+}
+
+
+def _roles_of(backend: type[AttentionBackend]) -> Iterator[OpRole]:
+    impl = backend.get_impl_cls()
+    if issubclass(impl, AttentionImpl):
+        yield ATTENTION
         if has_own_writer(backend):
-            _define(name, KV_CACHE_UPDATE, run_update, check_update_call)
+            yield KV_CACHE_UPDATE
+    elif issubclass(impl, MLAAttentionImpl):
+        yield MLA_ATTENTION
+        if not issubclass(impl, SparseMLAAttentionImpl):
+            yield from (MLA_MIXED, MLA_PREFILL)
+        if has_own_writer(backend):
+            yield MLA_CACHE_UPDATE
 
 
 def has_own_writer(backend: type[AttentionBackend]) -> bool:
-    """Whether the backend writes its cache itself, and so has a ``kv_cache_update`` op of its own."""
-    method = getattr(backend.get_impl_cls(), "kv_cache_update", None)
+    """Whether the backend writes its cache itself, and so has an op of its own for it."""
+    impl = backend.get_impl_cls()
+    if issubclass(impl, MLAAttentionImpl):
+        return impl.mla_kv_cache_update is not MLAAttentionImpl.mla_kv_cache_update
+    method = getattr(impl, "kv_cache_update", None)
     return method is not None and method is not AttentionImpl.kv_cache_update
 
 
-def _define(backend_name: str, role: OpRole, run, check) -> None:  # type: ignore[no-untyped-def]
+def _define(
+    backend_name: str, role: OpRole, run: Callable[..., None], check: Callable[..., object]
+) -> None:  # fmt: skip
     name = op_name(backend_name, role)
     if name in _OPS:
         if _OPS[name][0] != backend_name:

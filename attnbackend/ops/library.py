@@ -16,11 +16,17 @@ import torch
 from attnbackend._torch_compat import add_cache_key
 from attnbackend.graph_breaks import run_between
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall, schema_of
+from attnbackend.ops.mla_calls import MLAAttentionCall, MLACacheUpdateCall, MLAMixedCall, MLAPrefillCall
 
 __all__ = [
     "ATTENTION",
     "KV_CACHE_UPDATE",
+    "MLA_ATTENTION",
+    "MLA_CACHE_UPDATE",
+    "MLA_MIXED",
+    "MLA_PREFILL",
     "NAMESPACE",
+    "ROLES",
     "OpRole",
     "define_function",
     "define_op",
@@ -48,6 +54,11 @@ class OpRole:
 
 ATTENTION = OpRole("forward", AttentionCall, ("output", "lse", "output_block_scale"), "scale")
 KV_CACHE_UPDATE = OpRole("kv_cache_update", KVCacheUpdateCall, ("kv_cache",), "k_scale")
+MLA_ATTENTION = OpRole("forward_mqa", MLAAttentionCall, ("output", "lse"), "scale")
+MLA_MIXED = OpRole("forward_mixed", MLAMixedCall, ("output",), "scale")
+MLA_PREFILL = OpRole("forward_mha", MLAPrefillCall, ("output", "lse"), "scale")
+MLA_CACHE_UPDATE = OpRole("mla_kv_cache_update", MLACacheUpdateCall, ("kv_cache",), "k_scale")
+ROLES = (ATTENTION, KV_CACHE_UPDATE, MLA_ATTENTION, MLA_MIXED, MLA_PREFILL, MLA_CACHE_UPDATE)
 
 
 def define_op(
@@ -85,13 +96,16 @@ def define_function(
     return getattr(getattr(torch.ops, NAMESPACE), own).default
 
 
-_FAKE_SOURCES = ("calls", "checks", "attention_kinds", "bind", "packed_linear", "merged_linear")
+_FAKE_SOURCES = (
+    "calls", "checks", "argument_checks", "attention_kinds", "bind", "binding", "mla_calls", "mla_checks",
+    "mla_bind", "packed_linear", "merged_linear",
+)  # fmt: skip
 """Modules of this package that say what the ops take and what their fakes do."""
 
 
 def ops_fingerprint() -> str:
     """Changes whenever a role's schema, or the source of what the fakes check, does."""
-    schemas = [role.schema for role in (ATTENTION, KV_CACHE_UPDATE)]
+    schemas = [role.schema for role in ROLES]
     sources = [Path(__file__).with_name(f"{name}.py").read_text() for name in _FAKE_SOURCES]
     return hashlib.sha256("".join(schemas + sources).encode()).hexdigest()
 

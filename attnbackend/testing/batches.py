@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnbackend.testing.cases import AttentionCase
-from attnbackend.testing.paging import PagePlan, plan_pages, poisoned_cache
+from attnbackend.testing.paging import PagePlan, batch_metadata, plan_pages, poisoned_cache
 from attnbackend.testing.probes import SequenceData, apply_probe
 from attnbackend.testing.reference import (
     DenseAttention,
@@ -98,7 +98,7 @@ def make_batch(case: AttentionCase, device: torch.device | str = "cpu") -> Paged
         block_table=plan.block_table(case.num_rows).to(device),
         k_scale=None if k_scale is None else k_scale.to(device),
         v_scale=None if v_scale is None else v_scale.to(device),
-        **{name: x.to(device) for name, x in _metadata(case, plan).items()},
+        **{name: x.to(device) for name, x in batch_metadata(case, plan).items()},
         alibi_slopes=None if alibi_slopes is None else alibi_slopes.to(device),
         sinks=None if sinks is None else sinks.to(device),
         bidirectional_ranges=_ranges(case, device),
@@ -271,20 +271,6 @@ def _poisoned_outputs(case: AttentionCase, device: torch.device) -> tuple[Tensor
     output = torch.full(shape, torch.nan, dtype=case.dtype, device=device)
     lse = torch.full(shape[:2], torch.nan, device=device) if case.lse else None
     return output[:, : case.num_heads], None if lse is None else lse[:, : case.num_heads]
-
-
-def _metadata(case: AttentionCase, plan: PagePlan) -> dict[str, Tensor]:
-    padding = [0] * case.num_padded_rows
-    lengths = torch.tensor([0, *case.query_lens, *padding], dtype=torch.int32)
-    slots: list[int] = []
-    for request, length in enumerate(case.seq_lens):
-        slots += plan.slots(request, case.context_lens[request], length, case.block_size)
-    slots += [-1] * case.num_padded_tokens
-    return {
-        "query_start_loc": lengths.cumsum(0, dtype=torch.int32),
-        "seq_lens": torch.tensor([*case.seq_lens, *padding], dtype=torch.int32),
-        "slot_mapping": torch.tensor(slots, dtype=torch.int64),
-    }
 
 
 def _alibi_slopes(case: AttentionCase) -> Tensor | None:

@@ -6,13 +6,33 @@ Shape suffixes: B blocks, S block size, K key/value heads, D head size, R rows, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from attnbackend.testing.cases import AttentionCase
 
-__all__ = ["PagePlan", "plan_pages", "poisoned_cache"]
+__all__ = ["PagePlan", "PagedCase", "batch_metadata", "plan_pages", "poisoned_cache"]
+
+
+class PagedCase(Protocol):
+    """What the place of a batch's tokens depends on, whatever a cache holds of each."""
+
+    @property
+    def query_lens(self) -> tuple[int, ...]: ...
+    @property
+    def context_lens(self) -> tuple[int, ...]: ...
+    @property
+    def seq_lens(self) -> tuple[int, ...]: ...
+    @property
+    def num_padded_rows(self) -> int: ...
+    @property
+    def num_padded_tokens(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def spare_blocks(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +63,7 @@ class PagePlan:
         return table_RW
 
 
-def plan_pages(case: AttentionCase, generator: torch.Generator) -> PagePlan:
+def plan_pages(case: PagedCase, generator: torch.Generator) -> PagePlan:
     """Shuffled over all requests; no request of two pages or more has them in rising order."""
     counts = [-(-length // case.block_size) for length in case.seq_lens]
     num_blocks = 1 + sum(counts) + case.spare_blocks
@@ -53,6 +73,21 @@ def plan_pages(case: AttentionCase, generator: torch.Generator) -> PagePlan:
         owned, shuffled = shuffled[:count], shuffled[count:]
         pages.append(tuple(reversed(owned)) if owned == sorted(owned) else tuple(owned))
     return PagePlan(num_blocks, tuple(pages), shuffled[0] if shuffled else 0)
+
+
+def batch_metadata(case: PagedCase, plan: PagePlan) -> dict[str, Tensor]:
+    """query_start_loc, seq_lens and slot_mapping."""
+    padding = [0] * case.num_padded_rows
+    lengths = torch.tensor([0, *case.query_lens, *padding], dtype=torch.int32)
+    slots: list[int] = []
+    for request, length in enumerate(case.seq_lens):
+        slots += plan.slots(request, case.context_lens[request], length, case.block_size)
+    slots += [-1] * case.num_padded_tokens
+    return {
+        "query_start_loc": lengths.cumsum(0, dtype=torch.int32),
+        "seq_lens": torch.tensor([*case.seq_lens, *padding], dtype=torch.int32),
+        "slot_mapping": torch.tensor(slots, dtype=torch.int64),
+    }
 
 
 def poisoned_cache(case: AttentionCase, num_blocks: int) -> Tensor:

@@ -1,0 +1,88 @@
+"""Checks of single arguments, shared by all roles of op: what is wrong, its value, what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from attnbackend.kv_cache import resolve_kv_cache_dtype
+
+__all__ = [
+    "check_cache",
+    "check_contiguous_rows",
+    "check_no_grad",
+    "check_query_start_loc",
+    "check_scale",
+    "check_tensor",
+    "fail",
+    "first_place",
+]
+
+
+def fail(what: str, got: Any, allowed: str) -> NoReturn:
+    raise ValueError(f"{what} is {got}; expected {allowed}")
+
+
+def check_tensor(
+    what: str, x: Tensor | None, shape: Sequence[int | str], dtypes: Sequence[torch.dtype], like: Tensor
+) -> None:  # fmt: skip
+    """Checks an optional tensor; a string in ``shape`` names a dimension of any size."""
+    if x is None:
+        return
+    if x.dim() != len(shape) or any(
+        s != n for s, n in zip(x.shape, shape, strict=True) if not isinstance(n, str)
+    ):
+        fail(f"shape of {what}", tuple(x.shape), f"({', '.join(map(str, shape))})")
+    if x.dtype not in dtypes:
+        fail(f"dtype of {what}", x.dtype, " or ".join(map(str, dtypes)))
+    if x.device != like.device:
+        fail(f"device of {what}", x.device, f"{like.device}, where query and cache are")
+
+
+def check_scale(what: str, scale: Tensor | None, num_kv_heads: int, like: Tensor) -> None:
+    if scale is None:
+        return
+    if scale.numel() not in (1, num_kv_heads):
+        fail(f"number of elements of {what}", scale.numel(), f"1 or num_kv_heads={num_kv_heads}")
+    if scale.dtype != torch.float32 or scale.device != like.device:
+        fail(what, f"{scale.dtype} on {scale.device}", f"torch.float32 on {like.device}")
+
+
+def check_contiguous_rows(what: str, x: Tensor | None) -> None:
+    if x is not None and x.stride(-1) != 1:
+        fail(f"last stride of {what}", x.stride(-1), f"1; call {what}.contiguous()")
+
+
+def check_cache(kv_cache: Tensor, kv_cache_dtype: str, model_dtype: torch.dtype) -> None:
+    """A float8 cache may come as the bytes that it consists of, which more of torch's own ops can take."""
+    wanted = resolve_kv_cache_dtype(kv_cache_dtype, model_dtype)
+    allowed = (wanted, torch.uint8) if wanted.itemsize == 1 else (wanted,)
+    if kv_cache.dtype not in allowed:
+        names = " or ".join(map(str, allowed))
+        fail("dtype of kv_cache", kv_cache.dtype, f"{names} for kv_cache_dtype={kv_cache_dtype!r}")
+
+
+def check_no_grad(*tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise RuntimeError(
+            "attnbackend's ops serve inference and have no backward, but an input requires grad; run the "
+            "model under torch.inference_mode() or torch.no_grad()"
+        )
+
+
+def check_query_start_loc(starts: Tensor, tokens: int) -> None:
+    if int(starts[0]) != 0:
+        fail("query_start_loc[0]", int(starts[0]), "0")
+    if row := first_place(starts.diff() < 0):
+        fail(f"query_start_loc[{row[0] + 1}]", int(starts[row[0] + 1]), "no less than the one before it")
+    if int(starts[-1]) > tokens:
+        fail("query_start_loc[-1]", int(starts[-1]), f"at most {tokens}, the rows of query")
+
+
+def first_place(wrong: Tensor) -> tuple[int, ...] | None:
+    """Index of the first True, or None."""
+    found = wrong.nonzero()
+    return tuple(found[0].tolist()) if len(found) else None
