@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KV_CACHE_DTYPES",
+    "LATENT_CACHE_DTYPES",
     "AttentionSpec",
     "ChunkedLocalAttentionSpec",
     "CrossAttentionSpec",
@@ -53,7 +54,9 @@ KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
     "fp8_ds_mla": torch.uint8,
 }
 """Names of cache types; "auto" is the model's own, "fp8" another name of "fp8_e4m3", "fp8_ds_mla" rows of
-bytes with scales of their own, of latent attention alone."""
+bytes with scales of their own."""
+LATENT_CACHE_DTYPES = ("fp8_ds_mla",)
+"""Those that no cache of keys and values has."""
 
 
 def resolve_kv_cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:

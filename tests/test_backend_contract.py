@@ -225,7 +225,7 @@ def test_what_is_not_claimed_is_refused_with_value_and_allowed(field):
 
 
 def test_every_field_but_the_counts_has_a_rejecting_case():
-    counts = {"num_heads", "num_kv_heads"}
+    counts = {"num_heads", "num_kv_heads", "kv_lora_rank"}
     assert set(vars(config())) - counts == set(REJECTED)
 
 

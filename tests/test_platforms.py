@@ -10,13 +10,21 @@ from attnbackend.platforms import Platform, backend_priorities, current_platform
 
 FA_FIRST = "FLASH_ATTN FLASHINFER TRITON_ATTN FLEX_ATTENTION TURBOQUANT TORCH_SDPA"
 FI_FIRST = "FLASHINFER FLASH_ATTN TRITON_ATTN FLEX_ATTENTION TURBOQUANT TORCH_SDPA"
-MLA_SM90 = "FLASH_ATTN_MLA FLASHMLA FLASHINFER_MLA TRITON_MLA FLASH_ATTN_MLA_SPARSE FLASHMLA_SPARSE"
+MLA_LAST = "TORCH_MLA TORCH_MLA_SPARSE"
+MLA_SM90 = (
+    "FLASH_ATTN_MLA FLASHMLA FLASHINFER_MLA TRITON_MLA FLASH_ATTN_MLA_SPARSE FLASHMLA_SPARSE "
+    f"TRITON_MLA_SPARSE {MLA_LAST}"
+)
 MLA_SM100 = (
     "FLASHINFER_MLA TOKENSPEED_MLA CUTLASS_MLA FLASH_ATTN_MLA FLASHMLA TRITON_MLA "
-    "FLASHMLA_SPARSE FLASHINFER_MLA_SPARSE"
+    f"FLASHMLA_SPARSE FLASHINFER_MLA_SPARSE TRITON_MLA_SPARSE {MLA_LAST}"
 )
 ROCM = "ROCM_ATTN ROCM_AITER_FA ROCM_AITER_UNIFIED_ATTN TRITON_ATTN TURBOQUANT TORCH_SDPA"
-MLA_ROCM = "ROCM_AITER_MLA TRITON_MLA ROCM_AITER_TRITON_MLA ROCM_AITER_MLA_SPARSE"
+MLA_ROCM = (
+    "ROCM_AITER_MLA TRITON_MLA ROCM_AITER_TRITON_MLA ROCM_AITER_MLA_SPARSE TRITON_MLA_SPARSE "
+    f"{MLA_LAST}"
+)
+MLA_SM120 = f"TRITON_MLA FLASHINFER_MLA_SPARSE_SM120 TRITON_MLA_SPARSE {MLA_LAST}"
 
 ORDERS = {
     "sm75": (Platform("cuda", (7, 5)), FA_FIRST, MLA_SM90),
@@ -25,14 +33,14 @@ ORDERS = {
     "sm100": (Platform("cuda", (10, 0)), FI_FIRST, MLA_SM100),
     "sm103": (Platform("cuda", (10, 3)), FI_FIRST, MLA_SM100),
     "sm110": (Platform("cuda", (11, 0)), FA_FIRST, MLA_SM90),
-    "sm120": (Platform("cuda", (12, 0)), FA_FIRST, "TRITON_MLA FLASHINFER_MLA_SPARSE_SM120"),
+    "sm120": (Platform("cuda", (12, 0)), FA_FIRST, MLA_SM120),
     "cuda of unknown capability": (Platform("cuda", None), FA_FIRST, MLA_SM90),
     "rocm": (Platform("cuda", None, is_rocm=True), ROCM, MLA_ROCM),
     "xpu": (
         Platform("xpu", None), "FLASH_ATTN TRITON_ATTN TURBOQUANT TORCH_SDPA",
-        "TRITON_MLA XPU_MLA_SPARSE",
+        f"TRITON_MLA XPU_MLA_SPARSE {MLA_LAST}",
     ),
-    "cpu": (Platform("cpu", None), "CPU_ATTN TORCH_SDPA FLEX_ATTENTION", None),
+    "cpu": (Platform("cpu", None), "CPU_ATTN TORCH_SDPA FLEX_ATTENTION", MLA_LAST),
     "mps": (Platform("mps", None), "", ""),
 }  # fmt: skip
 
@@ -43,7 +51,7 @@ def test_dense_layers_try_backends_in_the_order_of_their_device(device):
     assert " ".join(backend_priorities(platform, use_mla=False)) == dense
 
 
-@pytest.mark.parametrize("device", [name for name in ORDERS if ORDERS[name][2] is not None])
+@pytest.mark.parametrize("device", ORDERS)
 def test_latent_layers_try_backends_in_the_order_of_their_device(device):
     platform, _, latent = ORDERS[device]
     assert " ".join(backend_priorities(platform, use_mla=True)) == latent

@@ -107,9 +107,12 @@ def test_a_device_without_an_order_says_so():
         select_backend(config(device_type="mps"))
 
 
-def test_latent_attention_on_a_cpu_finds_nothing_that_silently_serves_it():
-    with pytest.raises(ValueError, match=r"no attention backend can serve.*use_mla=True"):
-        select_backend(config(use_mla=True, num_kv_heads=1))
+def test_latent_attention_is_served_by_latent_backends_alone():
+    assert select_backend(config(use_mla=True, num_kv_heads=1)).backend.is_mla
+    with pytest.raises(ValueError, match=r"'CPU_ATTN'.*cannot serve.*\n  use_mla=True \(allowed: False"):
+        select_backend(config(use_mla=True, num_kv_heads=1), backend="CPU_ATTN")
+    with pytest.raises(ValueError, match=r"'TORCH_MLA'.*cannot serve.*\n  use_mla=False \(allowed: True"):
+        select_backend(config(), backend="TORCH_MLA")
 
 
 # Forced choice

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attnbackend.backend import AttentionBackend
-from attnbackend.kv_cache import KV_CACHE_DTYPES
+from attnbackend.kv_cache import KV_CACHE_DTYPES, LATENT_CACHE_DTYPES
 from attnbackend.testing.cases import AttentionCase
 from attnbackend.testing.conformance.case import RefusalCase
 from attnbackend.testing.conformance.kinds import fit_to_batch
@@ -86,7 +86,7 @@ def _values(backend: type[AttentionBackend]) -> Iterator[tuple[str, Any, dict[st
     for dtype in _first(_DTYPES, backend.supports_dtype):
         yield "dtype", dtype, {"dtype": dtype}
     for name in KV_CACHE_DTYPES:
-        if not backend.supports_kv_cache_dtype(name):
+        if name not in LATENT_CACHE_DTYPES and not backend.supports_kv_cache_dtype(name):
             yield "kv_cache_dtype", name, {"kv_cache_dtype": name}
 
 
