@@ -20,7 +20,10 @@ _EXPORTS = {
     "cudagraph": ("BatchDescriptor", "CUDAGraphMode"),
     "explanation": ("Explanation", "explain"),
     "forward_context": ("ForwardContext", "get_forward_context", "set_forward_context"),
-    "impl": ("AttentionImpl", "AttentionParams", "MLAAttentionImpl", "OptionalTensors"),
+    "impl": (
+        "AttentionImpl", "AttentionParams", "MLAAttentionImpl", "MLADims", "MLATensors", "OptionalTensors",
+        "SparseMLAAttentionImpl",
+    ),
     "kv_cache": (
         "AttentionSpec", "ChunkedLocalAttentionSpec", "CrossAttentionSpec", "FullAttentionSpec",
         "KVCacheSpec", "MLAAttentionSpec", "MambaSpec", "SlidingWindowSpec",
@@ -28,7 +31,11 @@ _EXPORTS = {
         "resolve_kv_sharing",
     ),
     "metadata": ("AttentionMetadata", "AttentionMetadataBuilder", "BatchLimits", "CommonAttentionMetadata"),
-    "ops": ("attention", "kv_cache_update", "merge_attn_states"),
+    "mla_metadata": ("MLAMetadata", "MLAMetadataBuilder", "MLAPrefillMetadata"),
+    "ops": (
+        "attention", "kv_cache_update", "merge_attn_states", "mla_attention", "mla_kv_cache_update",
+        "mla_mixed_attention",
+    ),
     "registry": (
         "AttentionBackendEnum", "MambaAttentionBackendEnum", "backend_names", "clear_override",
         "register_backend", "registry_scope", "resolve_backend",
@@ -51,6 +58,7 @@ if TYPE_CHECKING:
     from attnbackend.impl import *
     from attnbackend.kv_cache import *
     from attnbackend.metadata import *
+    from attnbackend.mla_metadata import *
     from attnbackend.ops import *
     from attnbackend.registry import *
     from attnbackend.runtime import *
