@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from attnbackend import AttentionCGSupport, CUDAGraphMode, Engine, SamplingParams, registry_scope
 from attnbackend.backend import AttentionBackend
+from attnbackend.compiler import make_compiler
 from attnbackend.cudagraph import RecordedGraphs
+from attnbackend.integrations import transformers as transformers_models
 from attnbackend.metadata import CommonAttentionMetadata
 from attnbackend.registry import register_backend
 from attnbackend.runtime.engine_core import EngineCore
@@ -60,10 +63,12 @@ def scope() -> Iterator[None]:
         yield
 
 
-def serve(model: Any, backend: str, mode: CUDAGraphMode | None, **options: Any) -> EngineCore:
+def serve(
+    model: Any, backend: str, mode: CUDAGraphMode | None, compile: bool = False, **options: Any
+) -> EngineCore:
     library = None if ON_GPU else lambda device: RecordedGraphs()
     runner = build_runner(
-        model, backend=backend, num_blocks=60, max_num_seqs=6, max_num_batched_tokens=24, compile=False,
+        model, backend=backend, num_blocks=60, max_num_seqs=6, max_num_batched_tokens=24, compile=compile,
         graphs=GraphOptions(mode=mode, library=library, **options),
     )  # fmt: skip
     return EngineCore(
@@ -134,6 +139,21 @@ def test_pieces_run_attention_with_the_plan_of_the_step(model: Any, backend: str
     for (_, got), (_, wanted) in zip(in_pieces, without, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
     assert engine.runner.graphs.stats().keys() == {"pieces"}  # type: ignore[attr-defined]
+
+
+def test_compiled_layers_are_captured_in_pieces(
+    model: Any, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+) -> None:
+    """Each decoder layer is cut in two pieces, and both layers share them."""
+    monkeypatch.setattr(transformers_models, "make_compiler", partial(make_compiler, compiler="aot_eager"))
+    without = logits_of_all_steps(serve(model, "TORCH_SDPA", CUDAGraphMode.NONE, compile=True), seed=5)
+    engine = serve(model, "TORCH_SDPA", CUDAGraphMode.PIECEWISE, compile=True)
+    compiler = engine.runner.model.compiler  # type: ignore[attr-defined]
+    assert compiler.pieces.num_pieces == compiler.pieces.num_compiled == 2 * compiler.num_graphs > 0
+    in_pieces = logits_of_all_steps(engine, seed=5)
+    for (_, got), (_, wanted) in zip(in_pieces, without, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    assert not compiler.pieces.left_whole
 
 
 BY_LEVEL = {

@@ -186,12 +186,12 @@ class TransformersModel:
         else:
             self.num_merged = merge_linears(self.model)
 
-    def compile(self, backend: str | None) -> None:
+    def compile(self, backend: str | None, *, in_pieces: bool = False) -> None:
         """Compiles each decoder layer for serving; equal layers share one compilation."""
         passes: list[GraphPass] = [SelectBackend(backend)]
         if self.num_merged:
             passes.append(MergeLinears())
-        self.compiler = make_compiler(backend, passes=passes)
+        self.compiler = make_compiler(backend, passes=passes, in_pieces=in_pieces)
         runs: dict[Any, Callable[..., Any]] = {}
         for layer in _decoder_layers(self._modules, self.model):
             kind = self._kind_of(layer)

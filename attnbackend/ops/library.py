@@ -31,6 +31,7 @@ __all__ = [
     "define_function",
     "define_op",
     "ops_fingerprint",
+    "role_of",
 ]
 
 NAMESPACE = "attnbackend"
@@ -61,6 +62,9 @@ MLA_CACHE_UPDATE = OpRole("mla_kv_cache_update", MLACacheUpdateCall, ("kv_cache"
 ROLES = (ATTENTION, KV_CACHE_UPDATE, MLA_ATTENTION, MLA_MIXED, MLA_PREFILL, MLA_CACHE_UPDATE)
 
 
+_ROLES: dict[torch._ops.OpOverload, OpRole] = {}
+
+
 def define_op(
     name: str, role: OpRole, run: Callable[[Any], None], check: Callable[[Any], object]
 ) -> torch._ops.OpOverload:  # fmt: skip
@@ -82,7 +86,14 @@ def define_op(
         check(call(*args, **kwargs))
 
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _ROLES[op] = role
+    return op
+
+
+def role_of(op: torch._ops.OpOverload) -> OpRole | None:
+    """The role of an op; None for those outside the roles."""
+    return _ROLES.get(op)
 
 
 def define_function(

@@ -135,7 +135,7 @@ class ModelRunner:
         self._planned = _event(self.device)
         model.bind(self._bound_layers())
         if options.compile:
-            model.compile(options.backend)
+            model.compile(options.backend, in_pieces=plan.dispatcher.mode.needs_pieces)
             self.warm_up()
         self.graphs = self._make_graphs(plan.dispatcher)
 

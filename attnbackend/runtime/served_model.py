@@ -41,8 +41,12 @@ class ServedModel(Protocol):
         """Gives each layer its cache."""
         ...
 
-    def compile(self, backend: str | None) -> None:
-        """Compiles the model, with the named attention backend or the selected one in its graphs."""
+    def compile(self, backend: str | None, *, in_pieces: bool = False) -> None:
+        """Compiles the model, with the named attention backend or the selected one in its graphs.
+
+        ``in_pieces`` asks for attention apart from the rest, see `attnbackend.compile`; a step can be
+        captured in pieces without, at the cost of more CUDA graphs.
+        """
         ...
 
     def forward(
