@@ -52,7 +52,7 @@ class NoModel:
     def bind(self, layers: Mapping[str, BoundLayer]) -> None:
         pass
 
-    def compile(self, backend: str | None) -> None:
+    def compile(self, backend: str | None, *, in_pieces: bool = False) -> None:
         pass
 
     def forward(
@@ -62,6 +62,8 @@ class NoModel:
 
 
 class _NoGraph:
+    num_bytes = 0
+
     def __init__(self, output: Tensor) -> None:
         self.output = output
 
