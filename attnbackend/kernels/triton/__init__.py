@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from .cache_writer import cache_write
     from .decode import paged_decode_attention
     from .finish import finish_attention
+    from .latent_rows import gather_latents, write_latents
     from .merge import merge_attention_states, merge_over
+    from .mla import mla_attention
+    from .mla_config import mla_workspace_size
     from .page_indices import gather_page_indices
     from .paged import paged_attention
     from .splits import decode_num_splits, decode_workspace_size
@@ -26,12 +29,16 @@ __all__ = [
     "decode_num_splits",
     "decode_workspace_size",
     "finish_attention",
+    "gather_latents",
     "gather_page_indices",
     "merge_attention_states",
     "merge_over",
+    "mla_attention",
+    "mla_workspace_size",
     "paged_attention",
     "paged_decode_attention",
     "unavailable_reason",
+    "write_latents",
 ]
 
 _HOME = {
@@ -39,11 +46,15 @@ _HOME = {
     "decode_num_splits": "splits",
     "decode_workspace_size": "splits",
     "finish_attention": "finish",
+    "gather_latents": "latent_rows",
     "gather_page_indices": "page_indices",
     "merge_attention_states": "merge",
     "merge_over": "merge",
+    "mla_attention": "mla",
+    "mla_workspace_size": "mla_config",
     "paged_attention": "paged",
     "paged_decode_attention": "decode",
+    "write_latents": "latent_rows",
 }
 
 

@@ -78,7 +78,9 @@ def merged(
         part_sum = tl.load(max_parts + parts + split, mask=split < used, other=0.0)
         shrink = power(part_max - pivot, PRECISE)
         ptrs = partial_ptr + (first_part + split)[:, None] * DV + columns[None, :]
-        part = tl.load(ptrs, mask=(split < used)[:, None] & (columns < DV)[None, :], other=0.0)
+        # What a part without keys leaves in place of values is not read.
+        mask = (part_max != float("-inf"))[:, None] & (columns < DV)[None, :]
+        part = tl.load(ptrs, mask=mask, other=0.0)
         acc += tl.sum(part * shrink[:, None], 0)
         total += tl.sum(part_sum * shrink, 0)
     divisor = tl.broadcast_to(tl.where(total == 0.0, 1.0, total), acc.shape)
