@@ -30,7 +30,7 @@ from attnbackend.testing.conformance.honest import HonestBackend
 from benchmarks.environment import describe_environment
 from benchmarks.timing import Spread
 
-_PROMPT, _WARM_UPS, _VOCAB, _END = 60, 20, 512, 0
+_PROMPT, _WARM_UPS, _VOCAB, _END = 60, 20, 32, 0
 
 
 class NoModel:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -226,3 +227,44 @@ def test_preparing_eight_decodes_takes_well_under_a_millisecond() -> None:
             request.num_computed += 1
             request.token_ids.append(1)
     assert sorted(seconds)[50] < 0.3e-3
+
+
+def test_steps_of_the_same_decodes_equal_a_naive_loop_without_gathering(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch, rng = make_batch(), random.Random(3)
+    requests = [make_request(f"r{i}", 3, 4 + i, 3 + i, [*range(10 * i + 1, 10 * i + 3)]) for i in range(4)]
+    scheduled, gathered = [ScheduledRequest(request, 1) for request in requests], 0
+    gather = batch._gather_rows
+
+    def counted(scheduled: list[ScheduledRequest]) -> Any:
+        nonlocal gathered
+        gathered += 1
+        return gather(scheduled)
+
+    monkeypatch.setattr(batch, "_gather_rows", counted)
+    for _ in range(12):
+        for request in requests:
+            if request.num_computed == len(request.block_ids) * BLOCK:
+                request.block_ids.append(100 + rng.randrange(100))
+        for buffer in batch.buffers.host.values():
+            buffer.fill_(POISON)
+        check(batch.prepare(scheduled), scheduled)
+        ids = torch.tensor([rng.randrange(1000) for _ in requests])
+        batch.started(ids)
+        for request, token_id in zip(requests, ids.tolist(), strict=True):
+            request.num_computed += 1
+            request.token_ids.append(token_id)
+    assert gathered == 1
+
+
+def test_a_step_that_was_not_started_is_prepared_again() -> None:
+    batch, request = make_batch(), make_request("a", 3, 5, 4, [5, 6])
+    scheduled = [ScheduledRequest(request, 1)]
+    for _ in range(3):
+        check(batch.prepare(scheduled), scheduled)
+    batch.started(torch.tensor([7]))
+    request.num_computed += 1
+    request.token_ids.append(7)
+    for _ in range(2):
+        check(batch.prepare(scheduled), scheduled)

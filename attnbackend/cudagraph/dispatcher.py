@@ -22,8 +22,7 @@ class BatchShape(NamedTuple):
     """Every request has finished its prompt before this step."""
 
 
-@dataclass(frozen=True)
-class BatchDescriptor:
+class BatchDescriptor(NamedTuple):
     """What a graph was captured for."""
 
     num_tokens: int
@@ -34,8 +33,7 @@ class BatchDescriptor:
     """Every request brings the same number of tokens, its prompt finished."""
 
 
-@dataclass(frozen=True)
-class Dispatch:
+class Dispatch(NamedTuple):
     """How a step runs."""
 
     mode: CUDAGraphMode

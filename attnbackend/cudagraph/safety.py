@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from itertools import cycle, islice
 from typing import Any
 
@@ -77,15 +78,21 @@ def plan_tensors(plan: Any, name: str = "plan") -> Iterator[tuple[str, Tensor]]:
     if isinstance(plan, Tensor):
         yield name, plan
     elif is_dataclass(plan):
-        for f in fields(plan):
-            if not f.name.endswith("_cpu") and f.name != "is_prefilling":
-                yield from plan_tensors(getattr(plan, f.name), f"{name}.{f.name}")
+        kind: Any = type(plan)
+        for field in _device_fields(kind):
+            if (value := getattr(plan, field)) is not None and not isinstance(value, (int, float)):
+                yield from plan_tensors(value, f"{name}.{field}")
     elif isinstance(plan, (tuple, list)):
         for i, item in enumerate(plan):
             yield from plan_tensors(item, f"{name}[{i}]")
     elif isinstance(plan, dict):
         for key, item in plan.items():
             yield from plan_tensors(item, f"{name}[{key!r}]")
+
+
+@cache
+def _device_fields(kind: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind) if not f.name.endswith("_cpu") and f.name != "is_prefilling")
 
 
 class LongLivedTensors:

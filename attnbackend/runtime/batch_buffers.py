@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnbackend.runtime.arrays import IntArray
+from attnbackend.runtime.sampler import SamplingPlan
 from attnbackend.runtime.sampling_table import SampledRows
 
 _ALIGNMENT = 64
@@ -74,6 +75,13 @@ class StepBuffers:
         self.fed_tokens_R, self.fed_rows_R = arrays["fed_tokens"], arrays["fed_rows"]
         self.sampling = {name: arrays[name] for name in sampling}
 
+    def sampling_plan(self, sampled: SampledRows) -> SamplingPlan:
+        """Write the rows that sample, before `upload`; the plan is good after it."""
+        count = len(sampled.rows)
+        for name, values_M in sampled._asdict().items():
+            self.sampling[name][:count] = values_M
+        return SamplingPlan.of(sampled, {name: x[:count] for name, x in self.sampling_device.items()})
+
     def upload(self) -> None:
         """Start the copy to the device; the host side must not change before it is done."""
         if self._packed_device is not self._packed_host:
@@ -133,6 +141,12 @@ class BlockTableBuffer:
         self._homes[num_rows : self._num_rows] = -1
         self._num_rows = num_rows
         self._upload(changed)
+
+    def extend(self, table: IntArray, homes_R: IntArray, appended: list[tuple[int, int]]) -> None:
+        """As `update` where no row has come, gone or moved."""
+        for row, first_column in appended:
+            self.rows[row, first_column:] = table[homes_R[row], first_column:]
+        self._upload([row for row, _ in appended])
 
     def _upload(self, changed: list[int]) -> None:
         if not changed or self.device is self.host:

@@ -270,12 +270,12 @@ class EngineCore:
 
     def _take_in(self, step: StartedStep) -> list[StepOutput]:
         """Give the requests their tokens; those that ended while the step ran are left out."""
-        outputs, progress, ended = [], self._progress, RequestStatus.FINISHED
+        outputs, finished = [], RequestStatus.FINISHED
         for request, token_id in zip(step.requests, step.tokens(), strict=True):
-            if request.status is ended:
+            if request.status is finished:
                 continue
             request.num_pending -= 1
-            output = progress[request.request_id].accept(token_id)
+            output = self._progress[request.request_id].accept(token_id)
             if output.finish_reason is not None:
                 self._retire(request)
             outputs.append(output)

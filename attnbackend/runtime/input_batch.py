@@ -19,6 +19,7 @@ from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.request_table import RequestTable
 from attnbackend.runtime.sampler import SamplingPlan
 from attnbackend.runtime.scheduler import ScheduledRequest, blocks_for
+from attnbackend.runtime.steady_decodes import SteadyDecodes
 
 
 class _Rows(NamedTuple):
@@ -87,7 +88,7 @@ class InputBatch:
         self._logits_row_H: IntArray = np.zeros(max_num_seqs, dtype=np.int64)
         self._last_ids: Tensor | None = None
         self._wanted_homes_N = int_array([])
-        self._same: tuple[Sequence[ScheduledRequest], _Rows] | None = None
+        self._steady: SteadyDecodes | None = None
         self._iota_T: IntArray = np.arange(max(max_num_tokens, max_num_seqs + 1), dtype=np.int64)
         make_event = cast("Callable[[], torch.cuda.Event]", torch.cuda.Event)
         self._uploaded = make_event() if device.type == "cuda" else None
@@ -95,11 +96,12 @@ class InputBatch:
     def remove(self, request_id: str) -> None:
         """Forget a request that finished or was preempted; unknown ids are fine."""
         self._table.remove(request_id)
-        self._same = None
+        self._steady = None
 
     def invalidate(self) -> None:
         """Rewrite the whole block table at the next step, whatever the buffers hold."""
         self.block_table.invalidate()
+        self._steady = None
 
     def prepare(self, scheduled: Sequence[ScheduledRequest]) -> PreparedBatch:
         """Fill the buffers for one step, start their upload and describe the batch.
@@ -109,11 +111,28 @@ class InputBatch:
                 requests and tokens than the buffers hold. The same list means the same requests
                 and numbers.
         """
+        if self._steady is not None and self._steady.continues(scheduled):
+            return self._advance(self._steady)
         rows = self._gather_rows(scheduled)
         if self.decode_len > 1:
             self._write_drafts(scheduled, rows)
-        query_len = self.decode_len if rows.is_decoding_R.all() else 1
-        return self._fill(rows, self._padding_of(rows), query_len)
+        all_decode = bool(rows.is_decoding_R.all())
+        batch = self._fill(rows, self._padding_of(rows), self.decode_len if all_decode else 1)
+        self._steady = None
+        if all_decode and scheduled and self.decode_len == 1:
+            self._steady = SteadyDecodes(
+                scheduled, batch, rows.homes_R, self.buffers, self.block_table, self._table, self.block_size
+            )
+        return batch
+
+    def _advance(self, steady: SteadyDecodes) -> PreparedBatch:
+        assert self._last_ids is not None
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+        batch = steady.advance(self._last_ids)
+        if self._uploaded is not None:
+            self._uploaded.record()
+        return batch
 
     def started(self, ids_N: Tensor) -> None:
         """Say where the device will have the tokens of the batch prepared last, int64 [N]."""
@@ -128,18 +147,13 @@ class InputBatch:
 
     def _gather_rows(self, scheduled: Sequence[ScheduledRequest]) -> _Rows:
         starts_R = int_array([request.num_computed for request, _ in scheduled])
-        if self._same is not None and self._same[0] is scheduled:
-            _, (homes_R, _, counts_R, _, _, _, request_ids) = self._same
-        else:
-            homes_R = self._table.homes(scheduled)
-            counts_R = int_array([count for _, count in scheduled])
-            request_ids = tuple([request.request_id for request, _ in scheduled])
+        homes_R = self._table.homes(scheduled)
+        counts_R = int_array([count for _, count in scheduled])
+        request_ids = tuple([request.request_id for request, _ in scheduled])
         known_R = self._table.sync_tokens(homes_R, scheduled)
         appended = self._table.sync_blocks(homes_R, scheduled)
         is_decoding_R = (starts_R >= known_R - 1) & (starts_R >= self._table.prompt_len_H[homes_R])
-        rows = _Rows(homes_R, starts_R, counts_R, known_R, is_decoding_R, appended, request_ids)
-        self._same = scheduled, rows
-        return rows
+        return _Rows(homes_R, starts_R, counts_R, known_R, is_decoding_R, appended, request_ids)
 
     def _write_drafts(self, scheduled: Sequence[ScheduledRequest], rows: _Rows) -> None:
         num_decodes = int(rows.is_decoding_R.sum())
@@ -225,12 +239,7 @@ class InputBatch:
         sampled = self._table.sampling.select(
             wanted.homes_N, lens_N - self._table.prompt_len_H[wanted.homes_N]
         )
-        if sampled is None:
-            return None
-        count, device = len(sampled.rows), self.buffers.sampling_device
-        for name, values_M in sampled._asdict().items():
-            self.buffers.sampling[name][:count] = values_M
-        return SamplingPlan.of(sampled, {name: tensor[:count] for name, tensor in device.items()})
+        return None if sampled is None else self.buffers.sampling_plan(sampled)
 
     def _fill_fed(self, rows: _Rows) -> int:
         """Where the tokens go that only the device has: decodes whose newest is not known here."""

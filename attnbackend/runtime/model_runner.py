@@ -196,7 +196,7 @@ class ModelRunner:
         if logits is not None:
             return logits
         inputs = inputs_of(batch, batch.num_tokens, len(batch.seq_lens), batch.num_sampled)
-        return self._forward(inputs, self._context(self._builder_input(batch, inputs)))
+        return self._forward(inputs, self._context(self._builder_input(batch, inputs, batch.num_tokens)))
 
     def _forward(self, inputs: StepInputs, context: ForwardContext) -> Tensor:
         with self._running(context):
@@ -211,7 +211,7 @@ class ModelRunner:
         self, batch: PreparedBatch, inputs: StepInputs, key: Dispatch, capturing: bool
     ) -> PreparedStep:
         """A padded batch, planned as the graph of ``key`` needs it."""
-        common = self._builder_input(batch, inputs).replace(num_actual_tokens=key.descriptor.num_tokens)
+        common = self._builder_input(batch, inputs, key.descriptor.num_tokens)
         if key.mode is CUDAGraphMode.PIECEWISE:
             return self._step_in_pieces(inputs, common.replace(max_query_len=max(1, common.max_query_len)))
         if not key.descriptor.uniform:  # Whatever the batch's own bound is, the graph's was this at capture.
@@ -236,7 +236,9 @@ class ModelRunner:
         named = self.options.backend
         return nullcontext() if named is None else set_config(backend=named)
 
-    def _builder_input(self, batch: PreparedBatch, inputs: StepInputs) -> CommonAttentionMetadata:
+    def _builder_input(
+        self, batch: PreparedBatch, inputs: StepInputs, num_tokens: int
+    ) -> CommonAttentionMetadata:
         reqs = len(inputs.batch.seq_lens)
         return CommonAttentionMetadata(
             query_start_loc=inputs.batch.query_start_loc,
@@ -244,7 +246,7 @@ class ModelRunner:
             block_table=inputs.batch.block_table,
             slot_mapping=inputs.batch.slot_mapping,
             num_reqs=batch.num_reqs,
-            num_actual_tokens=batch.num_tokens,
+            num_actual_tokens=num_tokens,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             query_start_loc_cpu=batch.query_start_loc_cpu[: reqs + 1],

@@ -61,6 +61,17 @@ class PreparedBatch:
     sampling: SamplingPlan | None = None
     """How the rows of the logits are sampled; None: all are greedy."""
 
+    def advanced(
+        self, seq_lens_cpu: Tensor, max_seq_len: int, sampling: SamplingPlan | None
+    ) -> PreparedBatch:
+        """The same batch one step later: nothing else has changed."""
+        batch: PreparedBatch = object.__new__(PreparedBatch)
+        # Three times as fast as `dataclasses.replace`, at every step.
+        batch.__dict__.update(
+            self.__dict__, seq_lens_cpu=seq_lens_cpu, max_seq_len=max_seq_len, sampling=sampling
+        )
+        return batch
+
     @property
     def num_sampled(self) -> int:
         """How many rows of logits the step needs; 0 when all requests are inside their prompt."""

@@ -40,7 +40,7 @@ class RequestProgress:
             and token_id not in self._stop_ids
             and len(request.token_ids) < self._full_len
         ):
-            return StepOutput(request.request_id, [token_id], "")
+            return StepOutput(request.request_id, [token_id], "", None, None)
         try:
             piece, reason = self._advance(token_id)
         except Exception as error:
