@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,10 +51,11 @@ class ToyRunner:
         self.num_steps += 1
         self._check_padding(batch)
         self._write(batch)
-        rows = [self._logits(batch, row) for row in batch.sampled_rows]
-        assert batch.logits_indices[: batch.num_sampled].tolist() == [
-            int(batch.query_start_loc[row + 1]) - 1 for row in batch.sampled_rows
-        ]
+        places = batch.logits_indices[: batch.num_sampled].tolist()
+        assert places == self._places(batch)
+        ends = [int(batch.query_start_loc[row + 1]) - 1 for row in batch.sampled_rows]
+        backs = [end - place for end, place in zip(ends, places, strict=True)]
+        rows = [self._logits(batch, row, back) for row, back in zip(batch.sampled_rows, backs, strict=True)]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
     def poison(self, block_ids: set[int]) -> None:
@@ -76,13 +78,22 @@ class ToyRunner:
                 assert slot >= self.block_size, f"slot {slot} is in the reserved block"
                 self.tokens[slot], self.positions[slot] = ids[token], positions[token]
 
-    def _logits(self, batch: PreparedBatch, row: int) -> Tensor:
+    def _places(self, batch: PreparedBatch) -> list[int]:
+        """The last token of each sampled row; where it is there several times, those before it too."""
+        times = Counter(batch.sampled_rows)
+        ends = {row: int(batch.query_start_loc[row + 1]) for row in times}
+        assert all(count in (1, int(ends[r] - batch.query_start_loc[r])) for r, count in times.items())
+        return [place for row, count in times.items() for place in range(ends[row] - count, ends[row])]
+
+    def _logits(self, batch: PreparedBatch, row: int, back: int = 0) -> Tensor:
+        """Logits behind the row's last token, or behind one before it."""
         blocks = batch.block_table[row].tolist()
         token_ids = []
-        for position in range(int(batch.seq_lens[row])):
+        for position in range(int(batch.seq_lens[row]) - back):
             block, offset = divmod(position, self.block_size)
             slot = blocks[block] * self.block_size + offset
-            assert self.positions[slot] == position, (row, position, self.positions[slot])
+            held = min(position, self.max_model_len - 1)
+            assert self.positions[slot] == held, (row, position, self.positions[slot])
             token_ids.append(self.tokens[slot])
         return toy_logits(token_ids, self.vocab_size)
 

@@ -157,10 +157,14 @@ def test_the_named_backend_and_cache_reach_the_engine(model_folder, monkeypatch)
     monkeypatch.setattr("attnbackend.runtime.Engine", Spy)
     options = ("--backend", "torch_sdpa", "--block-size", 8, "--num-blocks", 9)
     more = ("--kv-cache-dtype", "fp8_e5m2", "--max-model-len", 40, "--max-tokens", 2)
-    assert generate(model_folder, *options, *more, PROMPT).exit_code == 0
+    drafts = ("--speculative", "ngram", "--num-speculative-tokens", 2)
+    found = generate(model_folder, *options, *more, *drafts, PROMPT)
+    assert found.exit_code == 0
+    assert "drafts accepted" in found.stderr
     assert seen == {
         "backend": "TORCH_SDPA", "block_size": 8, "num_blocks": 9, "kv_cache_dtype": "fp8_e5m2",
-        "max_model_len": 40, "max_num_seqs": 1, "compile": False,
+        "max_model_len": 40, "max_num_seqs": 1, "compile": False, "speculative": "ngram",
+        "num_speculative_tokens": 2,
     }  # fmt: skip
 
 

@@ -104,6 +104,16 @@ def test_twenty_prompts_in_one_batch_give_the_tokens_of_transformers_generate(
     assert batch.largest >= 6
 
 
+def test_speculation_gives_the_tokens_of_transformers_generate(expected: list[list[int]]) -> None:
+    engine = make_engine(compile=False, num_blocks=28, speculative="ngram", num_speculative_tokens=3)
+    batch = Batch(engine, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
+    assert batch.run(PROMPTS) == expected
+    assert batch.preemptions > 0
+    assert engine.proposer is not None
+    print(engine.proposer.stats)
+    assert engine.proposer.stats.tokens_per_decode > 1.2
+
+
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_interpreted_triton_gives_the_tokens_of_transformers_generate(
     compile: bool, fresh_compiler: None

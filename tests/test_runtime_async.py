@@ -131,8 +131,8 @@ def test_a_request_admitted_into_the_blocks_of_a_stopped_one_gets_its_own_tokens
 class Faulty(ToyRunner):
     """Spoils the logits of the request whose first token is 13, from its third token on."""
 
-    def _logits(self, batch: PreparedBatch, row: int) -> Tensor:
-        logits = super()._logits(batch, row)
+    def _logits(self, batch: PreparedBatch, row: int, back: int = 0) -> Tensor:
+        logits = super()._logits(batch, row, back)
         first = self.tokens[int(batch.block_table[row, 0]) * self.block_size]
         return logits * torch.nan if first == 13 and int(batch.seq_lens[row]) >= 5 else logits
 

@@ -107,7 +107,7 @@ def test_seeded_tokens_repeat_and_unseeded_ones_differ() -> None:
 
 
 class FlatRunner(ToyRunner):
-    def _logits(self, batch: PreparedBatch, row: int) -> Tensor:
+    def _logits(self, batch: PreparedBatch, row: int, back: int = 0) -> Tensor:
         return torch.zeros(self.vocab_size)
 
 
@@ -200,8 +200,8 @@ def test_half_a_character_at_the_limit_is_shown_as_a_replacement() -> None:
 class FaultyRunner(ToyRunner):
     """Spoils the logits of the request whose first token is 13, from its third token on."""
 
-    def _logits(self, batch: PreparedBatch, row: int) -> Tensor:
-        logits = super()._logits(batch, row)
+    def _logits(self, batch: PreparedBatch, row: int, back: int = 0) -> Tensor:
+        logits = super()._logits(batch, row, back)
         first = self.tokens[int(batch.block_table[row, 0]) * self.block_size]
         return logits * torch.nan if first == 13 and int(batch.seq_lens[row]) >= 5 else logits
 

@@ -65,6 +65,13 @@ def generate(
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of prompt and output together.")
     ] = None,
+    speculative: Annotated[
+        str | None,
+        typer.Option(metavar="METHOD", help="ngram checks guesses from the text so far, several a step."),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Guesses a step. Default: 3.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16 or auto.")] = "auto",
     device: Annotated[
         str | None, typer.Option(help="Such as cuda or cpu. Default: CUDA where there is one.")
@@ -87,7 +94,10 @@ def generate(
             "num_blocks": num_blocks,
             "kv_cache_dtype": kv_cache_dtype_choice(kv_cache_dtype),
             "compile": compile_model,
+            "speculative": speculative,
+            "num_speculative_tokens": num_speculative_tokens,
         }
+        _check_speculation(speculative, num_speculative_tokens)
         params = _sampling_params(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
@@ -119,6 +129,8 @@ def _serve(
     writer = JsonWriter() if as_json else TextWriter()
     report = serve(engine, inputs, params, writer, stages.clear)
     stages.note(str(report))
+    if engine.proposer is not None:
+        stages.note(str(engine.proposer.stats))
     for error in report.errors:
         print_error(error)
     if report.errors:
@@ -129,6 +141,13 @@ def _check_prompts(prompts: list[str]) -> None:
     for number, prompt in enumerate(prompts, 1):
         if not prompt:
             raise UserError(f"prompt {number} of {len(prompts)} is empty; give it some text")
+
+
+def _check_speculation(speculative: str | None, num_speculative_tokens: int | None) -> None:
+    """Before the model is loaded."""
+    from attnbackend.runtime.speculation import drafts_of
+
+    drafts_of(speculative, num_speculative_tokens)
 
 
 def _sampling_params(**values: Any) -> SamplingParams:

@@ -25,6 +25,7 @@ class AdmissionRules:
         num_blocks: blocks of the cache with the reserved one.
         block_size: tokens a block.
         tokenizer: None when prompts can only be token ids.
+        num_drafts: speculative tokens a decode, which need room in the cache as well.
         placeholders: token ids that stand for something else than text, with what the model calls them.
     """
 
@@ -33,6 +34,7 @@ class AdmissionRules:
     num_blocks: int
     block_size: int
     tokenizer: Tokenizer | None
+    num_drafts: int = 0
     placeholders: Mapping[int, str] = field(default_factory=dict)
 
     def prompt_token_ids(self, prompt: Prompt) -> list[int]:
@@ -74,12 +76,13 @@ class AdmissionRules:
                 f"max_tokens or raise max_model_len if the model allows more"
             )
         # The last token is returned and never fed back, so it needs no place in the cache.
-        needed = blocks_for(total - 1, self.block_size)
+        needed = blocks_for(total - 1 + self.num_drafts, self.block_size)
         usable = self.num_blocks - RESERVED_BLOCKS
         if needed > usable:
+            drafts = f" + {self.num_drafts} speculative" if self.num_drafts else ""
             raise ValueError(
                 f"the request needs {needed} cache blocks of {self.block_size} tokens (prompt "
-                f"{prompt_len} + max_tokens {max_tokens} - 1) and the cache has {usable} "
+                f"{prompt_len} + max_tokens {max_tokens} - 1{drafts}) and the cache has {usable} "
                 f"(num_blocks={self.num_blocks}, of which block 0 is reserved); raise num_blocks "
                 f"to at least {needed + RESERVED_BLOCKS}, shorten the prompt or lower max_tokens"
             )

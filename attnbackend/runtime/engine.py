@@ -8,6 +8,7 @@ from typing import Any
 from attnbackend.cudagraph.modes import CUDAGraphMode
 from attnbackend.runtime.detokenizer import Tokenizer
 from attnbackend.runtime.engine_core import EngineCore
+from attnbackend.runtime.speculation import drafts_of
 
 
 class Engine(EngineCore):
@@ -36,7 +37,10 @@ class Engine(EngineCore):
         cudagraph_lazy_capture: capture a graph when a batch first needs it, not before serving.
         async_scheduling: start each step before the tokens of the one before are known, so that the host
             works while the device does; `step` then returns the outputs of the step before. No token
-            differs. None: on devices other than a CPU.
+            differs. None: on devices other than a CPU, without speculation.
+        speculative: "ngram" proposes the tokens that followed the same ones earlier in the request, and the
+            model checks them in one step; no token differs. None: one token a step.
+        num_speculative_tokens: tokens proposed a step; None: 3.
 
     Raises:
         ValueError: a value that the model, the backend or the device cannot serve.
@@ -60,6 +64,8 @@ class Engine(EngineCore):
         cudagraph_capture_sizes: Sequence[int] | None = None,
         cudagraph_lazy_capture: bool = False,
         async_scheduling: bool | None = None,
+        speculative: str | None = None,
+        num_speculative_tokens: int | None = None,
     ) -> None:
         from attnbackend.runtime.model_runner import build_runner
         from attnbackend.runtime.step_graphs import GraphOptions
@@ -74,6 +80,7 @@ class Engine(EngineCore):
             max_model_len=max_model_len,
             kv_cache_dtype=kv_cache_dtype,
             compile=compile,
+            num_drafts=drafts_of(speculative, num_speculative_tokens),
             graphs=GraphOptions(
                 mode=None if cudagraph_mode is None else CUDAGraphMode.parse(cudagraph_mode),
                 sizes=cudagraph_capture_sizes,
@@ -87,6 +94,8 @@ class Engine(EngineCore):
             max_num_batched_tokens=max_num_batched_tokens,
             eos_token_ids=_known_eos_ids(model, tokenizer),
             async_scheduling=async_scheduling,
+            speculative=speculative,
+            num_speculative_tokens=num_speculative_tokens,
         )
 
 

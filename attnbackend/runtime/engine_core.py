@@ -17,7 +17,8 @@ from attnbackend.runtime.request import Request, RequestOutput, RequestStatus, S
 from attnbackend.runtime.request_progress import RequestProgress
 from attnbackend.runtime.sampler import sample
 from attnbackend.runtime.sampling_params import SamplingParams
-from attnbackend.runtime.scheduler import Scheduler
+from attnbackend.runtime.scheduler import ScheduledRequest, Scheduler
+from attnbackend.runtime.speculation import NgramProposer, drafts_of
 from attnbackend.runtime.started_step import StartedStep
 from attnbackend.runtime.text_stream import TextStream
 
@@ -41,10 +42,13 @@ class EngineCore:
         eos_token_ids: ids that end a request; None takes the tokenizer's `eos_token_id`.
         async_scheduling: start each step before the tokens of the one before it are known, so that the
             host works while the device does; `step` then returns the outputs of the step before. No
-            token differs. None: where the device is not a CPU.
+            token differs. None: where the device is not a CPU, without speculation.
+        speculative: "ngram" proposes what followed the same tokens before; no token differs.
+        num_speculative_tokens: drafts a decode; None: 3.
 
     Raises:
-        ValueError: a limit below 1, or an end-of-sequence id outside the vocabulary.
+        ValueError: a limit below 1, an end-of-sequence id outside the vocabulary, or speculation that is
+            unknown, too long for a step or asked for together with `async_scheduling`.
         TypeError: a limit that is no whole number, or end-of-sequence ids that are no list of them.
     """
 
@@ -57,9 +61,14 @@ class EngineCore:
         max_num_batched_tokens: int = 2048,
         eos_token_ids: Iterable[int] | None = None,
         async_scheduling: bool | None = None,
+        speculative: str | None = None,
+        num_speculative_tokens: int | None = None,
     ) -> None:
         _require_positive("max_num_seqs", max_num_seqs)
         _require_positive("max_num_batched_tokens", max_num_batched_tokens)
+        num_drafts = drafts_of(speculative, num_speculative_tokens)
+        _check_decodes(num_drafts, max_num_batched_tokens, async_scheduling)
+        self.proposer = NgramProposer(num_drafts) if num_drafts else None
         self.runner = runner
         self.tokenizer = tokenizer
         self.eos_token_ids = _eos_ids(eos_token_ids, tokenizer, runner.vocab_size)
@@ -69,6 +78,7 @@ class EngineCore:
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
             tokenizer=tokenizer,
+            num_drafts=num_drafts,
             placeholders=getattr(runner, "placeholders", {}),
         )
         self.scheduler = Scheduler(
@@ -76,6 +86,7 @@ class EngineCore:
             block_size=runner.block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            decode_len=1 + num_drafts,
         )
         self.input_batch = InputBatch(
             max_num_seqs=max_num_seqs,
@@ -84,10 +95,12 @@ class EngineCore:
             block_size=runner.block_size,
             device=runner.device,
             padded_tokens=getattr(runner, "padded_tokens", None),
+            decode_len=1 + num_drafts,
         )
         if capture := getattr(runner, "capture_graphs", None):
             capture(self.input_batch.padding)
-        self.is_async = runner.device.type != "cpu" if async_scheduling is None else async_scheduling
+        ahead = runner.device.type != "cpu" and not num_drafts
+        self.is_async = ahead if async_scheduling is None else async_scheduling
         self._started: StartedStep | None = None
         self._progress: dict[str, RequestProgress] = {}
         self._undelivered: list[StepOutput] = []
@@ -239,7 +252,11 @@ class EngineCore:
         started = self._start_step()
         if self.is_async:
             started, self._started = self._started, started
-        return [] if started is None else self._take_in(started)
+        if started is None:
+            return []
+        return (
+            self._take_in(started) if self.proposer is None else self._take_in_drafts(started, self.proposer)
+        )
 
     def _start_step(self) -> StartedStep | None:
         """The step that the device now runs; None where every request waits for a token of the one before."""
@@ -249,6 +266,8 @@ class EngineCore:
         if not step.scheduled:
             assert self._started is not None, "requests are unfinished and none of them can run"
             return None
+        if self.proposer is not None:
+            _propose(self.proposer, step.scheduled)
         batch = self.input_batch.prepare(step.scheduled)
         logits = self.runner.execute(batch)
         self._check_logits(logits, batch)
@@ -281,10 +300,25 @@ class EngineCore:
             outputs.append(output)
         return outputs
 
+    def _take_in_drafts(self, step: StartedStep, proposer: NgramProposer) -> list[StepOutput]:
+        """As `_take_in`, of requests that have a row of logits for each draft as well."""
+        outputs, tokens = [], step.tokens()
+        for request, start, stop in step.rows_of_requests():
+            accepted = proposer.count_accepted(request, tokens[start:stop]) if request.drafts else 0
+            request.num_pending = 0
+            request.num_computed -= len(request.drafts) - accepted
+            output = self._progress[request.request_id].accept_all(tokens[start : start + accepted + 1])
+            if output.finished:
+                self._retire(request)
+            outputs.append(output)
+        return outputs
+
     def _retire(self, request: Request) -> None:
         self.scheduler.finish(request)
         self.input_batch.remove(request.request_id)
         del self._progress[request.request_id]
+        if self.proposer is not None:
+            self.proposer.forget(request.request_id)
 
     def _run_to_end(self, own: set[str]) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
@@ -300,6 +334,25 @@ class EngineCore:
         for request_id in request_ids:
             if request_id in self._progress:
                 self.abort(request_id)
+
+
+def _check_decodes(num_drafts: int, max_num_batched_tokens: int, async_scheduling: bool | None) -> None:
+    if num_drafts and async_scheduling:
+        raise ValueError(
+            "async_scheduling=True with speculation is not possible: drafts follow from tokens that must be "
+            "known to the host; leave one of the two out"
+        )
+    if max_num_batched_tokens < 1 + num_drafts:
+        raise ValueError(
+            f"max_num_batched_tokens={max_num_batched_tokens} is less than one decode of 1 + "
+            f"{num_drafts} speculative tokens; raise it, or lower num_speculative_tokens"
+        )
+
+
+def _propose(proposer: NgramProposer, scheduled: Sequence[ScheduledRequest]) -> None:
+    """Give decodes their drafts."""
+    for request, num_tokens in scheduled:
+        request.drafts = proposer.propose(request) if num_tokens > request.num_uncomputed else []
 
 
 def _require_positive(name: str, value: int) -> None:

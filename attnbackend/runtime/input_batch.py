@@ -89,7 +89,7 @@ class InputBatch:
         self._last_ids: Tensor | None = None
         self._wanted_homes_N = int_array([])
         self._steady: SteadyDecodes | None = None
-        self._iota_T: IntArray = np.arange(max(max_num_tokens, max_num_seqs + 1), dtype=np.int64)
+        self._iota_T: IntArray = np.arange(1 + max(max_num_tokens, max_num_seqs), dtype=np.int64)
         make_event = cast("Callable[[], torch.cuda.Event]", torch.cuda.Event)
         self._uploaded = make_event() if device.type == "cuda" else None
 

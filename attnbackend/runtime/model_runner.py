@@ -62,6 +62,8 @@ class RunnerOptions:
     max_model_len: int | None = None
     kv_cache_dtype: str = "auto"
     compile: bool = True
+    num_drafts: int = 0
+    """Speculative tokens a decode."""
     graphs: GraphOptions = field(default_factory=GraphOptions)
 
 
@@ -113,21 +115,23 @@ class ModelRunner:
         self.vocab_size = model.vocab_size
         self.placeholders: Mapping[int, str] = getattr(model, "placeholders", {})
         self.max_model_len = options.max_model_len or model.max_model_len
+        self.max_seq_len = self.max_model_len + options.num_drafts
+        """Most tokens of a request in the cache, drafts behind its end included."""
         self.block_size = options.block_size
         self.device = model.device
         self.groups = _group_layers(model.attention_layers(), options)
         self.num_blocks = options.num_blocks or _blocks_that_fit(
-            self.groups, self.max_model_len, options, self.device
+            self.groups, self.max_seq_len, options, self.device
         )
         self.kv_caches = self._allocate()
-        limits = BatchLimits(options.max_num_seqs, options.max_num_batched_tokens, self.max_model_len)
+        limits = BatchLimits(options.max_num_seqs, options.max_num_batched_tokens, self.max_seq_len)
         self._builders: list[AttentionMetadataBuilder[Any]] = [
             group.backend.get_builder_cls()(group.params, group.spec, limits, self.device)
             for group in self.groups
         ]
         plan = plan_graphs(
             options.graphs, self.device, map(_graph_support, self.groups), options.max_num_seqs,
-            options.max_num_batched_tokens,
+            options.max_num_batched_tokens, 1 + options.num_drafts,
         )  # fmt: skip
         self.graph_reasons = plan.reasons
         """Why not every step runs from a graph; nothing where all do, or where a person wants none."""
@@ -151,7 +155,7 @@ class ModelRunner:
         """Tokens that a batch of this shape is to be padded to."""
         return shape.num_tokens if self.graphs is None else self.graphs.padded_tokens(shape)
 
-    def capture_graphs(self, padding: Callable[[int], PreparedBatch]) -> None:
+    def capture_graphs(self, padding: Callable[[int, int], PreparedBatch]) -> None:
         """Captures the engine's graphs over its own buffers; ``padding`` fills them."""
         if self.graphs is not None:
             self.graphs.capture(padding)
@@ -164,7 +168,7 @@ class ModelRunner:
 
     def _padding_batch(self, tokens: int) -> PreparedBatch:
         """One request of ``tokens`` tokens that has no place in the cache: nothing is written."""
-        reqs, width = self.options.max_num_seqs, -(-self.max_model_len // self.block_size)
+        reqs, width = self.options.max_num_seqs, -(-self.max_seq_len // self.block_size)
         ints = partial(torch.zeros, dtype=torch.int32)
         starts_cpu, lens_cpu = ints(reqs + 1), ints(reqs)
         starts_cpu[1:] = tokens
@@ -196,7 +200,8 @@ class ModelRunner:
         if logits is not None:
             return logits
         inputs = inputs_of(batch, batch.num_tokens, len(batch.seq_lens), batch.num_sampled)
-        return self._forward(inputs, self._context(self._builder_input(batch, inputs, batch.num_tokens)))
+        common = self._builder_input(batch, inputs, batch.num_tokens, batch.max_query_len)
+        return self._forward(inputs, self._context(common))
 
     def _forward(self, inputs: StepInputs, context: ForwardContext) -> Tensor:
         with self._running(context):
@@ -211,13 +216,15 @@ class ModelRunner:
         self, batch: PreparedBatch, inputs: StepInputs, key: Dispatch, capturing: bool
     ) -> PreparedStep:
         """A padded batch, planned as the graph of ``key`` needs it."""
-        common = self._builder_input(batch, inputs, key.descriptor.num_tokens)
+        tokens = key.descriptor.num_tokens
         if key.mode is CUDAGraphMode.PIECEWISE:
-            return self._step_in_pieces(inputs, common.replace(max_query_len=max(1, common.max_query_len)))
-        if not key.descriptor.uniform:  # Whatever the batch's own bound is, the graph's was this at capture.
-            common = common.replace(max_query_len=key.descriptor.num_tokens)
+            common = self._builder_input(batch, inputs, tokens, max(1, batch.max_query_len))
+            return self._step_in_pieces(inputs, common)
+        # Whatever the batch's own bound is, the graph's was this at capture.
+        longest = 1 + self.options.num_drafts if key.descriptor.uniform else tokens
+        common = self._builder_input(batch, inputs, tokens, longest)
         if capturing:
-            common = common.replace(max_query_len=common.max_query_len or 1, max_seq_len=self.max_model_len)
+            common = common.replace(max_seq_len=self.max_seq_len)
         context = self._context(common, capturing)
         plans = {f"plan {group} of {name}": plan for (group, name), plan in context.plans.items()}
         return self._prepared(inputs, context, {**inputs.named(), **dict(plan_tensors(plans, ""))})
@@ -237,7 +244,7 @@ class ModelRunner:
         return nullcontext() if named is None else set_config(backend=named)
 
     def _builder_input(
-        self, batch: PreparedBatch, inputs: StepInputs, num_tokens: int
+        self, batch: PreparedBatch, inputs: StepInputs, num_tokens: int, max_query_len: int
     ) -> CommonAttentionMetadata:
         reqs = len(inputs.batch.seq_lens)
         return CommonAttentionMetadata(
@@ -247,7 +254,7 @@ class ModelRunner:
             slot_mapping=inputs.batch.slot_mapping,
             num_reqs=batch.num_reqs,
             num_actual_tokens=num_tokens,
-            max_query_len=batch.max_query_len,
+            max_query_len=max_query_len,
             max_seq_len=batch.max_seq_len,
             query_start_loc_cpu=batch.query_start_loc_cpu[: reqs + 1],
             seq_lens_cpu=batch.seq_lens_cpu[:reqs],

@@ -15,8 +15,8 @@ class ModelRunner(Protocol):
 
     A runner that wants batches padded has a method ``padded_tokens(BatchShape) -> int`` as well, and one
     that captures graphs over the engine's buffers ``capture_graphs(padding)``, which is called once with a
-    function that gives a batch of so many tokens of padding. ``placeholders`` maps token ids that prompts
-    may not hold to what the model calls them.
+    function that gives a batch of so many tokens of padding, in requests of so many. ``placeholders`` maps
+    token ids that prompts may not hold to what the model calls them.
 
     Attributes:
         vocab_size: token ids are 0 .. vocab_size-1.

@@ -72,7 +72,7 @@ class StepOutput(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """State of an unfinished request; the scheduler owns the fields after `seed`, but for `drafts`.
+    """State of an unfinished request; the scheduler owns the fields after `seed`, but for the drafts.
 
     Attributes:
         prompt_len: tokens of the prompt.
@@ -83,7 +83,8 @@ class Request:
         block_ids: cache blocks, in order of position.
         limit: what `num_computed` may grow to before the scheduler must look at the request again.
         arrival: place in the order of arrival, unique.
-        drafts: guesses of the tokens that follow, for the next step.
+        drafts: guesses of the tokens that follow, for the step at hand.
+        num_proposed: leading drafts that are more than a filling.
     """
 
     request_id: str
@@ -99,6 +100,7 @@ class Request:
     limit: int = 0
     status: RequestStatus = RequestStatus.WAITING
     drafts: list[int] = field(default_factory=list)
+    num_proposed: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
 
@@ -25,6 +26,14 @@ class StartedStep:
             self._sampled = Sampled(*(x.to("cpu", non_blocking=True) for x in sampled))
             self._copied = torch.cuda.Event()
             self._copied.record()
+
+    def rows_of_requests(self) -> Iterator[tuple[Request, int, int]]:
+        """Each request once, with its rows from the first to behind the last."""
+        start = 0
+        for request, rows in groupby(self.requests):
+            stop = start + len(list(rows))
+            yield request, start, stop
+            start = stop
 
     def tokens(self) -> list[int]:
         """A token for each row, `INVALID_TOKEN` where there is none; waits until the step is done."""

@@ -87,27 +87,33 @@ class GraphPlan:
 
 def plan_graphs(
     options: GraphOptions, device: torch.device, groups: Iterable[GraphSupport], max_num_seqs: int,
-    max_num_tokens: int,
+    max_num_tokens: int, decode_len: int = 1,
 ) -> GraphPlan:  # fmt: skip
     """What runs from graphs, for layers of such support on such a device.
+
+    Args:
+        decode_len: tokens that each request brings to a step of decodes.
 
     Raises:
         ValueError: a mode was named that cannot run, or a size that no batch has.
     """
-    resolved = _possible_mode(options, device, groups)
-    sizes = capture_sizes(max_num_seqs, max_num_tokens, sizes=options.sizes)
-    mixed = mixed_sizes(max_num_seqs, max_num_tokens, sizes=options.sizes)
+    resolved = _possible_mode(options, device, groups, decode_len)
+    sizes, mixed = (
+        of_kind(max_num_seqs, max_num_tokens, uniform_query_len=decode_len, sizes=options.sizes)
+        for of_kind in (capture_sizes, mixed_sizes)
+    )
+    most = min(max_num_seqs, max_num_tokens // decode_len)
     decodes: tuple[int, ...] = ()
     reasons = resolved.reasons
     if resolved.mode.decode_mode is CUDAGraphMode.FULL:
-        decodes = decode_sizes(sizes, max_num_seqs, 1)
+        decodes = decode_sizes(sizes, most, decode_len)
     if resolved.mode.decode_mode is not CUDAGraphMode.NONE:
-        reasons = (*reasons, *uncovered_decodes(decodes or mixed, min(max_num_seqs, max_num_tokens)))
-    return GraphPlan(CUDAGraphDispatcher(resolved.mode, mixed, decodes, max_num_seqs), reasons)
+        reasons = (*reasons, *uncovered_decodes(decodes or mixed, most, decode_len))
+    return GraphPlan(CUDAGraphDispatcher(resolved.mode, mixed, decodes, max_num_seqs, decode_len), reasons)
 
 
 def _possible_mode(
-    options: GraphOptions, device: torch.device, groups: Iterable[GraphSupport]
+    options: GraphOptions, device: torch.device, groups: Iterable[GraphSupport], decode_len: int
 ) -> ResolvedMode:
     none = CUDAGraphMode.NONE
     if options.mode is none:
@@ -119,7 +125,9 @@ def _possible_mode(
                 "None"
             )
         return ResolvedMode(none, (Reason("device", device.type, "cuda, for graphs"),))
-    return resolve_cudagraph_mode(options.mode, lowest_support(groups), splits_attention=True)
+    return resolve_cudagraph_mode(
+        options.mode, lowest_support(groups), splits_attention=True, uniform_query_len=decode_len
+    )
 
 
 Prepare = Callable[[PreparedBatch, StepInputs, Dispatch, bool], PreparedStep]
@@ -150,15 +158,16 @@ class StepGraphs:
         """Tokens that a batch of this shape runs with."""
         return self.dispatcher.dispatch(shape).descriptor.num_tokens
 
-    def capture(self, padding: Callable[[int], PreparedBatch]) -> None:
+    def capture(self, padding: Callable[[int, int], PreparedBatch]) -> None:
         """Captures every graph there is, unless that is left to the batches that need them.
 
         Args:
-            padding: gives a batch of so many tokens of padding.
+            padding: gives a batch of so many tokens of padding, in requests of so many.
         """
         if not self._lazy:
             for key in self.dispatcher.graphs():
-                self._capture(key, padding(key.descriptor.num_tokens))
+                query_len = self.dispatcher.uniform_query_len if key.descriptor.uniform else 1
+                self._capture(key, padding(key.descriptor.num_tokens, query_len))
 
     def _capture(self, key: Dispatch, batch: PreparedBatch) -> None:
         self.steps.capture(key, self._prepare(batch, self._inputs_for(key, batch), key, True))
@@ -180,7 +189,8 @@ class StepGraphs:
         if found is None:
             tokens, most = key.descriptor.num_tokens, len(batch.seq_lens)
             reqs = most if key.descriptor.num_reqs is None else key.descriptor.num_reqs
-            found = self._inputs[key] = inputs_of(batch, tokens, reqs, min(tokens, reqs))
+            logits = min(tokens, reqs * self.dispatcher.uniform_query_len)
+            found = self._inputs[key] = inputs_of(batch, tokens, reqs, logits)
         return found
 
     def stats(self) -> Mapping[str, int]:
