@@ -344,6 +344,19 @@ def test_feature_matches_the_reference(name: str, threads: int) -> None:
     check(FEATURES[name], threads=threads)
 
 
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature_in_bfloat16_matches_the_reference(name: str) -> None:
+    """Where the CPU multiplies bfloat16 pairs, both operands have to be bfloat16 to take that path."""
+    check(replace(FEATURES[name], dtype=torch.bfloat16, cache_dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("query_len", [1, 3, 40], ids=["decode", "several", "prefill"])
+@pytest.mark.parametrize("head_size", [32, 40, 64, 96, 160, 256])
+def test_bfloat16_head_size_matches_the_reference(head_size: int, query_len: int) -> None:
+    dtype = torch.bfloat16
+    check(Case((query_len,), (129,), head_size=head_size, dtype=dtype, cache_dtype=dtype))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, *FP8], ids=str)
 def test_cache_layout_and_dtype_match_the_reference(layout: str, cache_dtype: torch.dtype) -> None:

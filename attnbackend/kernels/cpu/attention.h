@@ -1,24 +1,12 @@
-// Paged attention: what a work item is, how one is computed, and how split items are merged.
+// Paged attention: how one item of work is computed, and how split items are merged.
 #pragma once
 #include <omp.h>
 
-#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
 
-#include "args.h"
 #include "tile.h"
-
-// Rows [row0, row1) of one request and kv head, over keys [key0, key1). A row is one
-// (token, query head) pair, numbered token * group + head within the group.
-struct Item {
-  int32_t request, kv_head;
-  int64_t row0, row1;
-  int32_t key0, key1;
-  int64_t merge;  // index of the merge that it takes part in, -1 for none
-  int64_t part;   // its place among that merge's parts
-};
 
 struct Merge {
   int64_t parts, first_float;
@@ -26,57 +14,6 @@ struct Merge {
 };
 
 static inline int64_t part_stride(const AttentionArgs& a) { return round_up(a.value_size, VW) + 2; }
-static inline int64_t group_size(const AttentionArgs& a) { return a.heads / a.kv_heads; }
-static inline int64_t query_length(const AttentionArgs& a, int64_t request) {
-  return a.query_start_loc[request + 1] - a.query_start_loc[request];
-}
-
-struct Bounds {
-  int32_t low, high, position;
-};
-
-static inline int64_t floor_div(int64_t n, int64_t m) { return (n >= 0 ? n : n - m + 1) / m; }
-
-// Ranges that hold the position join with the keys it sees anyway, which hold it too: one interval.
-static inline void widen(const AttentionArgs& a, int64_t request, int64_t position, int64_t length,
-                         int64_t* low, int64_t* high) {
-  const int32_t* range = a.ranges + request * a.num_ranges * 2;
-  for (int64_t i = 0; i < a.num_ranges; ++i, range += 2) {
-    if (position < range[0] || position >= range[1]) continue;
-    *low = std::min<int64_t>(*low, std::max(range[0], 0));
-    *high = std::max(*high, std::min<int64_t>(range[1], length));
-  }
-}
-
-// The keys [low, high) that a row sees.
-static inline Bounds row_bounds(const AttentionArgs& a, int64_t request, int64_t row) {
-  const int64_t length = a.seq_lens[request];
-  const int64_t position = length - query_length(a, request) + row / group_size(a);
-  int64_t high = a.causal ? std::min(position + 1, length) : length;
-  int64_t low = a.window > 0 ? position - a.window + 1 : 0;
-  if (a.two_sided) high = std::min(high, position + a.window);
-  if (a.chunk > 0) {
-    low = floor_div(position, a.chunk) * a.chunk;
-    high = std::min(high, low + a.chunk);
-  }
-  low = std::min(std::max<int64_t>(low, 0), length);
-  high = std::max<int64_t>(high, 0);
-  if (a.ranges) widen(a, request, position, length, &low, &high);
-  return {static_cast<int32_t>(low), static_cast<int32_t>(high), static_cast<int32_t>(position)};
-}
-
-// The keys that some of rows [row0, row1) may see: bounds grow with the row, but for ranges.
-static inline void key_range(const AttentionArgs& a, int64_t request, int64_t row0, int64_t row1,
-                             int32_t* key0, int32_t* key1) {
-  *key0 = row_bounds(a, request, row0).low;
-  *key1 = row_bounds(a, request, row1 - 1).high;
-  for (int64_t row = row0; a.ranges && row < row1; row += group_size(a)) {
-    const Bounds bounds = row_bounds(a, request, row);
-    *key0 = std::min(*key0, bounds.low);
-    *key1 = std::max(*key1, bounds.high);
-  }
-  *key1 = std::max(*key0, *key1);
-}
 
 // ---- refusals -----------------------------------------------------------------------------------
 
@@ -169,7 +106,8 @@ static void merge_parts(const AttentionArgs& a, const Item& item, const Merge& m
 // ---- items --------------------------------------------------------------------------------------
 
 struct Scratch {  // carved from one buffer that a thread keeps between calls
-  float *q, *scores, *keys, *values, *acc, *out, *sums;
+  float *q, *scores, *keys, *values, *acc, *out;
+  float factor;  // of products of pairs; that of floats is in q
   RowInfo rows;
 };
 
@@ -178,15 +116,15 @@ static Scratch& scratch_for(const AttentionArgs& a) {
   static thread_local std::vector<float> buffer;
   const int64_t d = round_up(a.head_size, VW), dv = round_up(a.value_size, VW);
   const int64_t sizes[] = {d * WIDE_ROWS, int64_t(KT) * WIDE_ROWS, KT * d, KT * dv,
-                           dv * WIDE_ROWS, dv * WIDE_ROWS, 4 * VW * VW};
+                           dv * WIDE_ROWS, std::max(d, dv) * WIDE_ROWS};
   float** places[] = {&scratch.q, &scratch.scores, &scratch.keys, &scratch.values,
-                      &scratch.acc, &scratch.out, &scratch.sums};
+                      &scratch.acc, &scratch.out};
   int64_t total = VW;
   for (int64_t size : sizes) total += round_up(size, VW);
   if (static_cast<int64_t>(buffer.size()) < total) buffer.resize(total);
   const uintptr_t start = reinterpret_cast<uintptr_t>(buffer.data());
   float* at = reinterpret_cast<float*>((start + VW * 4 - 1) / (VW * 4) * (VW * 4));
-  for (int i = 0; i < 7; ++i) {
+  for (int i = 0; i < 6; ++i) {
     *places[i] = at;
     at += round_up(sizes[i], VW);
   }
@@ -212,53 +150,26 @@ static void set_rows(const AttentionArgs& a, const Item& item, int64_t padded, R
   }
 }
 
-// One query row as float, times scale and the key scale.
-static void read_query(const AttentionArgs& a, const Item& item, int64_t row, float* q) {
-  const int64_t group = group_size(a), head = item.kv_head * group + row % group;
-  const int64_t token = a.query_start_loc[item.request] + row / group;
-  const char* source = static_cast<const char*>(a.query) + element_size(a.query_dtype) *
-                       (token * a.query_token + head * a.query_head);
-  any_row_to_float(source, q, static_cast<int>(a.head_size), a.query_dtype);
+static float score_factor(const AttentionArgs& a, const Item& item) {
   const float k_scale = a.k_scale ? a.k_scale[item.kv_head * a.k_scale_step] : 1.0f;
-  const float scale = static_cast<float>(a.scale) * k_scale;
-  for (int64_t i = 0; i < a.head_size; ++i) q[i] *= scale;
+  return static_cast<float>(a.scale) * k_scale;
 }
 
-// Pointers to the K and V rows of a tile's keys.
-template <class C>
-struct Rows {
-  typedef typename C::raw raw;
-  const raw *keys[KT], *values[KT];
+static const char* query_row(const AttentionArgs& a, const Item& item, int64_t row) {
+  const int64_t group = group_size(a), head = item.kv_head * group + row % group;
+  const int64_t token = a.query_start_loc[item.request] + row / group;
+  return static_cast<const char*>(a.query) + element_size(a.query_dtype) *
+         (token * a.query_token + head * a.query_head);
+}
 
-  void find_in_blocks(const AttentionArgs& a, const int32_t* table, int64_t first, int count,
-                      const raw* k, const raw* v) {
-    int64_t column = first / a.block_size, slot = first % a.block_size;
-    for (int j = 0; j < count; ++column, slot = 0) {
-      const int64_t block = table[column];
-      for (; slot < a.block_size && j < count; ++slot, ++j) {
-        keys[j] = k + block * a.k_block + slot * a.k_slot;
-        values[j] = v + block * a.v_block + slot * a.v_slot;
-      }
-    }
-  }
-
-  void find_tile(const AttentionArgs& a, const Item& item, int64_t first) {
-    const int count = static_cast<int>(std::min<int64_t>(KT, item.key1 - first));
-    const raw* k = static_cast<const raw*>(a.key_cache) + item.kv_head * a.k_head;
-    const raw* v = static_cast<const raw*>(a.value_cache) + item.kv_head * a.v_head;
-    if (a.paged) {
-      find_in_blocks(a, a.block_table + item.request * a.table_row, first, count, k, v);
-    } else {
-      const int64_t token = a.query_start_loc[item.request] + first;
-      for (int j = 0; j < count; ++j) {
-        keys[j] = k + (token + j) * a.k_slot;
-        values[j] = v + (token + j) * a.v_slot;
-      }
-    }
-    if (count <= 0) return;
-    for (int j = count; j < round_up(count, VW); ++j) keys[j] = keys[count - 1];
-  }
-};
+// One query row: as float, times scale and the key scale, or as it is.
+static void read_query(const AttentionArgs& a, const Item& item, int64_t row, float factor, float* q) {
+  any_row_to_float(query_row(a, item, row), q, static_cast<int>(a.head_size), a.query_dtype);
+  for (int64_t i = 0; i < a.head_size; ++i) q[i] *= factor;
+}
+static void read_query(const AttentionArgs& a, const Item& item, int64_t row, float, uint16_t* q) {
+  std::memcpy(q, query_row(a, item, row), a.head_size * sizeof(uint16_t));
+}
 
 static inline bool needs_rules(const RowInfo& rows, int64_t first, int64_t end,
                                const ScoreRules& rules) {
@@ -291,35 +202,37 @@ static void narrow_block(const AttentionArgs& a, const Rows<C>& at, const Rows<C
                          const ScoreRules& rules) {
   const int64_t q_row = round_up(a.head_size, VW), width = round_up(a.value_size, VW);
   const int padded = static_cast<int>(round_up(count, VW));
-  narrow_scores<C, R>(s.q + r0 * q_row, q_row, at.keys, count, static_cast<int>(a.head_size),
-                      s.scores, s.sums, {at.values, r0 ? 0 : a.value_size});
+  const typename C::query* q = reinterpret_cast<const typename C::query*>(s.q) + r0 * q_row;
+  narrow_scores<C, R>(q, q_row, at.keys, at.values, count, static_cast<int>(a.head_size), s.factor,
+                      s.scores);
   const bool rule = needs_rules(s.rows, first, first + padded, rules);
   for (int r = 0; r < R; ++r) {
     const int row = static_cast<int>(r0) + r;
     float* scores = s.scores + r * KT;
     if (rule) narrow_rules(scores, s.rows, row, static_cast<int>(first), padded, rules);
     narrow_softmax(scores, s.rows, row, padded, s.acc + row * width, width);
+    if constexpr (Products<C>::PAIRS) pair_neighbours<C>(scores, padded);
   }
-  narrow_values<C, R>(at.values, s.scores, count, static_cast<int>(a.value_size),
-                      s.acc + r0 * width, width, {next.keys, r0 ? 0 : a.head_size});
+  narrow_values<C, R>(at.values, next.keys, s.scores, count, static_cast<int>(a.value_size),
+                      s.acc + r0 * width, width);
 }
 
 template <class C>
 static void run_narrow(const AttentionArgs& a, const Item& item, Scratch& s,
                        const ScoreRules& rules) {
   const int64_t q_row = round_up(a.head_size, VW), width = round_up(a.value_size, VW);
+  typename C::query* q = reinterpret_cast<typename C::query*>(s.q);
   set_rows(a, item, item.row1 - item.row0, s.rows);
   std::fill(s.q, s.q + s.rows.count * q_row, 0.0f);
   std::fill(s.acc, s.acc + s.rows.count * width, 0.0f);
-  for (int64_t r = 0; r < s.rows.count; ++r) read_query(a, item, item.row0 + r, s.q + r * q_row);
+  for (int64_t r = 0; r < s.rows.count; ++r) read_query(a, item, item.row0 + r, s.factor, q + r * q_row);
   Rows<C> tiles[2];
   tiles[0].find_tile(a, item, item.key0);
   int tile = 0;
   for (int64_t first = item.key0; first < item.key1; first += KT, tile = 1 - tile) {
-    const int count = static_cast<int>(std::min<int64_t>(KT, item.key1 - first));
-    const bool last = first + KT >= item.key1;
-    if (!last) tiles[1 - tile].find_tile(a, item, first + KT);
-    const Rows<C>&at = tiles[tile], &next = tiles[last ? tile : 1 - tile];
+    const int count = tiles[tile].count;
+    tiles[1 - tile].find_tile(a, item, first + KT);
+    const Rows<C>&at = tiles[tile], &next = tiles[1 - tile].count ? tiles[1 - tile] : at;
     for (int64_t r = 0; r < s.rows.count; r += 4) {
       switch (std::min<int64_t>(4, s.rows.count - r)) {
         case 1: narrow_block<C, 1>(a, at, next, s, r, first, count, rules); break;
@@ -331,10 +244,27 @@ static void run_narrow(const AttentionArgs& a, const Item& item, Scratch& s,
   }
 }
 
+// K and V of the tile as pairs: of a key's neighbouring elements, of neighbouring values' elements.
+template <class C>
+static void stage_pairs(const Rows<C>& at, int count, int d, int dv, Scratch& s) {
+  typedef Products<C> P;
+  uint16_t* keys = reinterpret_cast<uint16_t*>(s.keys);
+  for (int j = 0; j < count; ++j) std::memcpy(keys + j * d, at.keys[j], d * sizeof(uint16_t));
+  std::fill(keys + count * d, keys + round_up(count, KR) * d, uint16_t(0));
+  for (int j = 0; j < count; j += 2)
+    for (int i = 0; i < dv; i += P::STEP) {
+      const vu x = P::from_cache(at.values[j] + i);
+      const vu y = j + 1 < count ? P::from_cache(at.values[j + 1] + i) : vu{};
+      const vu zipped[2] = {P::template zip<0>(x, y), P::template zip<1>(x, y)};
+      std::memcpy(s.values + j / 2 * dv + i, zipped, sizeof zipped);
+    }
+}
+
 // K and V of the tile as contiguous float rows, padded with zeros.
 template <class C>
 static void stage(const AttentionArgs& a, const Rows<C>& at, int count, Scratch& s, int width) {
   const int d = static_cast<int>(a.head_size), dv = static_cast<int>(a.value_size);
+  if constexpr (Products<C>::PAIRS) return stage_pairs(at, count, d, dv, s);
   for (int j = 0; j < count; ++j) {
     row_to_float<C>(at.keys[j], s.keys + j * d, d);
     row_to_float<C>(at.values[j], s.values + j * width, dv);
@@ -343,23 +273,34 @@ static void stage(const AttentionArgs& a, const Rows<C>& at, int count, Scratch&
   std::fill(s.keys + count * d, s.keys + round_up(count, KR) * d, 0.0f);
 }
 
-template <int N>
-static void wide_panel(const AttentionArgs& a, Scratch& s, int at, int64_t rows, int count,
-                       int64_t first, int width, bool rule, const ScoreRules& rules) {
-  wide_scores<N>(s.q + at, rows, s.keys, count, static_cast<int>(a.head_size), s.scores + at);
+template <class C, int N>
+static void wide_panel(const AttentionArgs& a, Scratch& s, const Rows<C>& next, int at, int64_t rows,
+                       int count, int64_t first, int width, bool rule, const ScoreRules& rules) {
+  typedef Products<C> P;
+  typedef const typename P::element* Staged;
+  const int per_element = P::PAIRS ? 2 : 1, d = static_cast<int>(a.head_size) / per_element;
+  wide_scores<C, N>(reinterpret_cast<Staged>(s.q) + at, rows, reinterpret_cast<Staged>(s.keys), count, d,
+                    s.factor, s.scores + at, a, at ? nullptr : &next);
   for (int n = 0; n < N; ++n) {
     const int lane = at + n * VW;
     if (rule) wide_rules(s.scores, rows, s.rows, lane, static_cast<int>(first), count, rules);
     wide_softmax(s.scores, rows, s.rows, lane, count);
+    if constexpr (P::PAIRS) wide_pairs<P>(s.scores + lane, rows, count);
   }
-  wide_values<N>(s.scores + at, rows, s.values, count, width, s.rows.decay + at, s.acc + at);
+  wide_values<P, N>(reinterpret_cast<Staged>(s.scores) + at, rows, reinterpret_cast<Staged>(s.values),
+                    (count + per_element - 1) / per_element, width, s.rows.decay + at, s.acc + at);
 }
 
+// Query rows as columns: q[element or pair][row], zeros past the last row.
+template <class C>
 static void read_queries(const AttentionArgs& a, const Item& item, Scratch& s, int64_t rows) {
-  for (int64_t r = 0; r < rows; ++r) {
-    if (r < s.rows.count) read_query(a, item, item.row0 + r, s.out);
-    else std::fill(s.out, s.out + a.head_size, 0.0f);
-    for (int64_t i = 0; i < a.head_size; ++i) s.q[i * rows + r] = s.out[i];
+  typedef typename C::query Query;
+  const int64_t lanes = round_up(a.head_size * sizeof(Query) / sizeof(float), VW);
+  for (int64_t r0 = 0; r0 < rows; r0 += VW) {
+    std::fill(s.out, s.out + VW * lanes, 0.0f);
+    for (int64_t r = 0; r < std::min<int64_t>(VW, s.rows.count - r0); ++r)
+      read_query(a, item, item.row0 + r0 + r, s.factor, reinterpret_cast<Query*>(s.out + r * lanes));
+    for (int64_t i = 0; i < lanes; i += VW) transpose(s.out + i, lanes, s.q + i * rows + r0, rows);
   }
 }
 
@@ -369,30 +310,32 @@ static void run_wide(const AttentionArgs& a, const Item& item, Scratch& s,
   const int64_t rows = round_up(item.row1 - item.row0, VW), out = round_up(a.value_size, VW);
   const int width = static_cast<int>(round_up(a.value_size, KR));
   set_rows(a, item, rows, s.rows);
-  read_queries(a, item, s, rows);
+  read_queries<C>(a, item, s, rows);
   std::fill(s.acc, s.acc + rows * width, 0.0f);
   Rows<C> at;
+  at.find_tile(a, item, item.key0);
   for (int64_t first = item.key0; first < item.key1; first += KT) {
-    const int count = static_cast<int>(std::min<int64_t>(KT, item.key1 - first));
-    at.find_tile(a, item, first);
+    const int count = at.count;
     stage<C>(a, at, count, s, width);
+    at.find_tile(a, item, first + KT);  // the next, to be asked for
     const bool rule = needs_rules(s.rows, first, first + count, rules);
     for (int64_t r = 0; r < rows; r += PANEL * VW) {
       const int row = static_cast<int>(r);
       switch (std::min<int64_t>(PANEL, (rows - r) / VW)) {
-        case 1: wide_panel<1>(a, s, row, rows, count, first, width, rule, rules); break;
-        case 2: wide_panel<2>(a, s, row, rows, count, first, width, rule, rules); break;
-        default: wide_panel<3>(a, s, row, rows, count, first, width, rule, rules); break;
+        case 1: wide_panel<C, 1>(a, s, at, row, rows, count, first, width, rule, rules); break;
+        case 2: wide_panel<C, 2>(a, s, at, row, rows, count, first, width, rule, rules); break;
+        default: wide_panel<C, 3>(a, s, at, row, rows, count, first, width, rule, rules); break;
       }
     }
   }
-  for (int64_t r = 0; r < s.rows.count; ++r)
-    for (int64_t i = 0; i < a.value_size; ++i) s.out[r * out + i] = s.acc[i * rows + r];
+  for (int64_t r = 0; r < rows; r += VW)
+    for (int64_t i = 0; i < out; i += VW) transpose(s.acc + i * rows + r, rows, s.out + r * out + i, out);
 }
 
 template <class C>
 static void run_item(const AttentionArgs& a, const Item& item, Merge* merges, float* floats) {
   Scratch& s = scratch_for(a);
+  s.factor = score_factor(a, item);
   const ScoreRules rules = {static_cast<float>(a.soft_cap), a.alibi_slopes != nullptr};
   const bool narrow = item.row1 - item.row0 <= NARROW_ROWS;
   if (narrow) run_narrow<C>(a, item, s, rules);

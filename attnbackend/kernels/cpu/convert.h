@@ -8,11 +8,11 @@
 
 enum Dtype : int64_t { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, E4M3FN = 3, E5M2 = 4 };
 
-struct F32 { typedef float raw; };
-struct F16 { typedef uint16_t raw; };
-struct BF16 { typedef uint16_t raw; };
-struct E4M3 { typedef uint8_t raw; };
-struct E5M2F { typedef uint8_t raw; };
+struct F32 { typedef float raw; typedef float query; };
+struct F16 { typedef uint16_t raw; typedef float query; };
+struct BF16 { typedef uint16_t raw; typedef float query; };
+struct E4M3 { typedef uint8_t raw; typedef float query; };
+struct E5M2F { typedef uint8_t raw; typedef float query; };
 
 static inline vf as_float(vu x) { return reinterpret_cast<vf>(x); }
 static inline uint32_t bits_of(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }

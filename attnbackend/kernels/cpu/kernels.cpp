@@ -9,13 +9,14 @@ static int64_t tile_cost(const Item& item) {
   return rows <= NARROW_ROWS ? 1 : 4 * ((rows + VW - 1) / VW);
 }
 
+// Items of one head follow each other, so that its keys and values stay in the cache; the longest first.
 static std::vector<Item> whole_items(const AttentionArgs& a) {
   std::vector<Item> items;
   for (int64_t r = 0; r < a.requests; ++r) {
     const int64_t rows = query_length(a, r) * group_size(a);
     const int64_t tiles = (rows + WIDE_ROWS - 1) / WIDE_ROWS;
-    for (int64_t t = tiles - 1; t >= 0; --t) {  // the longest first
-      for (int64_t h = 0; h < a.kv_heads; ++h) {
+    for (int64_t h = 0; h < a.kv_heads; ++h) {
+      for (int64_t t = tiles - 1; t >= 0; --t) {
         Item item = {static_cast<int32_t>(r), static_cast<int32_t>(h), t * WIDE_ROWS,
                      std::min<int64_t>(rows, (t + 1) * WIDE_ROWS), 0, 0, -1, 0};
         key_range(a, r, item.row0, item.row1, &item.key0, &item.key1);
@@ -82,6 +83,15 @@ static void run_plan(const AttentionArgs& a, Plan& plan) {
     run_item<C>(a, plan.items[i], plan.merges.get(), plan.floats.data());
 }
 
+static void run_bfloat16(const AttentionArgs& a, Plan& plan) {
+#if defined(__AVX512BF16__)
+  const int64_t step = Products<BF16Pairs>::STEP;
+  const bool whole = a.head_size % step == 0 && a.value_size % step == 0;
+  if (whole && a.query_dtype == BFLOAT16) return run_plan<BF16Pairs>(a, plan);
+#endif
+  run_plan<BF16>(a, plan);
+}
+
 static Refusal attention(const AttentionArgs& a) {
   const Refusal refusal = check(a);
   if (refusal.code) return refusal;
@@ -92,7 +102,7 @@ static Refusal attention(const AttentionArgs& a) {
   switch (a.cache_dtype) {
     case FLOAT32: run_plan<F32>(a, plan); break;
     case FLOAT16: run_plan<F16>(a, plan); break;
-    case BFLOAT16: run_plan<BF16>(a, plan); break;
+    case BFLOAT16: run_bfloat16(a, plan); break;
     case E4M3FN: run_plan<E4M3>(a, plan); break;
     default: run_plan<E5M2F>(a, plan); break;
   }

@@ -29,6 +29,19 @@ static inline void store(float* p, vf x) { *reinterpret_cast<vf_any*>(p) = x; }
 static inline vf splat(float x) { return x - vf{}; }
 static inline vi splat_int(int32_t x) { return x - vi{}; }
 
+// The same value, kept in a register: compilers would rather load it again for every use.
+template <class V>
+static inline V in_register(V x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__SSE2__)
+  asm("" : "+x"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
+
 static inline vi lane_index() {
   vi x;
   for (int i = 0; i < VW; ++i) x[i] = i;
@@ -36,18 +49,19 @@ static inline vi lane_index() {
 }
 
 #if defined(__clang__)
-template <int... I>
-struct Lanes {
-  static vf even(vf a, vf b) { return __builtin_shufflevector(a, b, (2 * I)...); }
-  static vf odd(vf a, vf b) { return __builtin_shufflevector(a, b, (2 * I + 1)...); }
-};
+#define ATTNBACKEND_LANES(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-template <int... I>
-struct Lanes {
-  static inline vf even(vf a, vf b) { return __builtin_shuffle(a, b, vi{(2 * I)...}); }
-  static inline vf odd(vf a, vf b) { return __builtin_shuffle(a, b, vi{(2 * I + 1)...}); }
-};
+#define ATTNBACKEND_LANES(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
 #endif
+template <int... I>
+struct Lanes {  // I is 0 .. VW - 1; lanes of b count on from VW
+  static inline vf even(vf a, vf b) { return ATTNBACKEND_LANES(a, b, (2 * I)...); }
+  static inline vf odd(vf a, vf b) { return ATTNBACKEND_LANES(a, b, (2 * I + 1)...); }
+  static inline vf zip_low(vf a, vf b) { return ATTNBACKEND_LANES(a, b, (I % 2 * VW + I / 2)...); }
+  static inline vf zip_high(vf a, vf b) {
+    return ATTNBACKEND_LANES(a, b, (I % 2 * VW + I / 2 + VW / 2)...);
+  }
+};
 template <int N, int... I>
 struct LanesFor : LanesFor<N - 1, N - 1, I...> {};
 template <int... I>
@@ -56,30 +70,52 @@ struct LanesFor<0, I...> {
 };
 typedef LanesFor<VW>::type AllLanes;
 
-static inline vf pair_sums(vf a, vf b) { return AllLanes::even(a, b) + AllLanes::odd(a, b); }
-
-// VW vectors -> one vector whose lane i is the sum of vector i's lanes. Overwrites its input.
-static inline vf sum_each(float* rows) {
+// VW rows of VW lanes, as bits: target[lane][row] = source[row][lane]. Zipping the rows' halves log2(VW)
+// times is a transposition.
+static inline void transpose(const float* source, int64_t row, float* target, int64_t lane) {
+  vf x[VW], y[VW];
+#pragma GCC unroll 16
+  for (int i = 0; i < VW; ++i) x[i] = load(source + i * row);
+#pragma GCC unroll 4
+  for (int n = 1; n < VW; n *= 2) {
 #pragma GCC unroll 8
-  for (int n = VW / 2; n >= 1; n /= 2) {
-#pragma GCC unroll 8
-    for (int i = 0; i < n; ++i) {
-      store(rows + i * VW, pair_sums(load(rows + 2 * i * VW), load(rows + (2 * i + 1) * VW)));
+    for (int i = 0; i < VW / 2; ++i) {
+      y[2 * i] = AllLanes::zip_low(x[i], x[i + VW / 2]);
+      y[2 * i + 1] = AllLanes::zip_high(x[i], x[i + VW / 2]);
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < VW; ++i) x[i] = y[i];
   }
-  return load(rows);
+#pragma GCC unroll 16
+  for (int i = 0; i < VW; ++i) store(target + i * lane, x[i]);
 }
 
+static inline vf pair_sums(vf a, vf b) { return AllLanes::even(a, b) + AllLanes::odd(a, b); }
+
+// N vectors -> one whose lanes are N groups, in order, each with the sum of a vector's lanes in it; for
+// N = VW a lane is one vector's sum.
+template <int N>
+struct Tree {
+  static inline vf sums(const vf* x) {
+    return pair_sums(Tree<N / 2>::sums(x), Tree<N / 2>::sums(x + N / 2));
+  }
+};
+template <>
+struct Tree<1> {
+  static inline vf sums(const vf* x) { return *x; }
+};
+
 static inline float sum_lanes(vf x) {
-  float total = 0;
-  for (int i = 0; i < VW; ++i) total += x[i];
-  return total;
+  for (int n = 1; n < VW; n *= 2) x = pair_sums(x, x);
+  return x[0];
 }
 
 static inline float max_lanes(vf x) {
-  float best = x[0];
-  for (int i = 1; i < VW; ++i) best = x[i] > best ? x[i] : best;
-  return best;
+  for (int n = 1; n < VW; n *= 2) {
+    const vf a = AllLanes::even(x, x), b = AllLanes::odd(x, x);
+    x = a > b ? a : b;
+  }
+  return x[0];
 }
 
 // exp for x <= 0 (or NaN), relative error about 1 ulp; below the smallest normal it gives 0.

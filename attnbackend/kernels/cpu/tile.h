@@ -3,17 +3,9 @@
 // the cache in place. "Wide" puts query rows in the lanes, so K and V are used as scalars in their
 // natural order, nothing is transposed, and the softmax needs no sums across lanes.
 #pragma once
-#include <algorithm>
+#include "rows.h"
 
-#include "convert.h"
-
-constexpr int KT = 64;              // keys in a tile
-constexpr int PANEL = 3;            // vectors of rows held in registers by the wide kernel
-constexpr int NARROW_ROWS = VW / 2; // up to so many rows the narrow layout is the faster one
-constexpr int SUM_LENGTH = 32;
-constexpr int WIDE_ROWS = 2 * PANEL * VW;
 constexpr int NARROW_VECTORS = VW == 16 ? 4 : 2;
-constexpr int NARROW_KEYS = VW == 16 ? 4 : 2;
 
 struct RowInfo {  // per query row, padded to whole vectors
   int32_t low[WIDE_ROWS], high[WIDE_ROWS], position[WIDE_ROWS];  // visible keys: [low, high)
@@ -27,66 +19,72 @@ struct ScoreRules {
   bool alibi;
 };
 
-static inline int64_t round_up(int64_t n, int64_t m) { return (n + m - 1) / m * m; }
-
 static inline vf absolute(vf x) { return x < vf{} ? -x : x; }
 
 static inline vf finite_or_zero(vf maximum) {
   return maximum == splat(-INFINITY) ? vf{} : maximum;
 }
 
-// Asks for a row of the cache before it is needed: rows of one head lie too far apart, and blocks in
-// too random an order, for the hardware to foresee. Into the second level: a tile does not fit the first.
-template <class C>
-struct Soon {
-  const typename C::raw* const* rows;
-  int64_t elements;  // of each row, 0 when they have been asked for
-
-  void fetch(int j) const {
-    const char* p = reinterpret_cast<const char*>(rows[j]);
-    const int64_t bytes = elements * static_cast<int64_t>(sizeof(typename C::raw));
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
-  }
-};
-
 // ---- narrow -------------------------------------------------------------------------------------
 
-// sums[r][j] = lane-wise products of q[r] and k[j], for NARROW_KEYS keys at a time, so that a query
-// vector is loaded once for all of them.
+constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
+
+// Keys that R rows are multiplied with at a time, so that the products of all fill one vector.
+template <int R>
+constexpr int narrow_keys() { return VW / power_of_two(R); }
+
 template <class C, int R>
-static inline void narrow_products(const float* q, int64_t q_row,
-                                   const typename C::raw* const* keys, int d, float* sums) {
-  constexpr int J = NARROW_KEYS;
-  vf acc[R][J] = {};
-  const int whole = d / VW * VW;
-  for (int i = 0; i < d; i += VW) {
-    vf x[J];
+static inline void narrow_step(const typename Products<C>::operand* x, const typename C::query* q,
+                               int64_t q_row, vf* acc) {
+  typedef Products<C> P;
+  constexpr int J = narrow_keys<R>();
 #pragma GCC unroll 4
-    for (int j = 0; j < J; ++j)
-      x[j] = i < whole ? load_as_float<C>(keys[j] + i) : load_tail<C>(keys[j] + i, d - i);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const vf y = load(q + r * q_row + i);
-#pragma GCC unroll 4
-      for (int j = 0; j < J; ++j) acc[r][j] += x[j] * y;
-    }
+  for (int r = 0; r < R; ++r) {
+    const auto y = in_register(P::get(reinterpret_cast<const typename P::element*>(q + r * q_row)));
+#pragma GCC unroll 16
+    for (int j = 0; j < J; ++j) acc[r * J + j] = P::add(acc[r * J + j], x[j], y);
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int j = 0; j < J; ++j) store(sums + (r * VW + j) * VW, acc[r][j]);
 }
 
-// scores[r][j] = q[r] . k[j]; keys[] is padded to a multiple of VW with readable rows.
+// Lane r * narrow_keys<R>() + j: q[r] . keys[j].
 template <class C, int R>
-static void narrow_scores(const float* q, int64_t q_row, const typename C::raw* const* keys,
-                          int count, int d, float* scores, float* sums,
-                          Soon<C> soon) {
-  for (int j0 = 0; j0 < count; j0 += VW) {
-    for (int j = j0; j < std::min(count, j0 + VW); ++j) soon.fetch(j);
-    for (int j = 0; j < VW; j += NARROW_KEYS)
-      narrow_products<C, R>(q, q_row, keys + j0 + j, d, sums + j * VW);
-    for (int r = 0; r < R; ++r) store(scores + r * KT + j0, sum_each(sums + r * VW * VW));
+static inline vf narrow_products(const typename C::query* q, int64_t q_row,
+                                 const typename C::raw* const* keys,
+                                 const typename C::raw* const* soon, int d) {
+  typedef Products<C> P;
+  constexpr int J = narrow_keys<R>();
+  vf acc[VW] = {};
+  typename P::operand x[J];
+  int i = 0;
+  for (; i + P::STEP <= d; i += P::STEP) {
+#pragma GCC unroll 16
+    for (int j = 0; j < J; ++j) {
+      x[j] = in_register(P::from_cache(keys[j] + i));
+      ask_for(soon[j] + i);
+    }
+    narrow_step<C, R>(x, q + i, q_row, acc);
+  }
+  if (i < d) {
+#pragma GCC unroll 16
+    for (int j = 0; j < J; ++j) x[j] = P::from_tail(keys[j] + i, d - i);
+    narrow_step<C, R>(x, q + i, q_row, acc);
+  }
+  return Tree<VW>::sums(acc);
+}
+
+// scores[r][j] = q[r] . k[j]; keys[] and soon[], the rows to ask for, are padded to a multiple of VW.
+template <class C, int R>
+static void narrow_scores(const typename C::query* q, int64_t q_row, const typename C::raw* const* keys,
+                          const typename C::raw* const* soon, int count, int d, float factor,
+                          float* scores) {
+  constexpr int J = narrow_keys<R>();
+  for (int j0 = 0; j0 < count; j0 += J) {
+    vf products = narrow_products<C, R>(q, q_row, keys + j0, soon + j0, d);
+    if (Products<C>::PAIRS) products *= factor;
+    float lanes[VW];
+    store(lanes, products);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) std::memcpy(scores + r * KT + j0, lanes + r * J, J * sizeof(float));
   }
 }
 
@@ -129,17 +127,19 @@ static inline void narrow_softmax(float* scores, RowInfo& rows, int r, int count
 }
 
 template <class C, int R, int N>
-static inline void narrow_values_chunk(const typename C::raw* const* values, int at,
-                                       const float* p, int count, float* acc, int64_t width,
-                                       Soon<C> soon) {
+static inline void narrow_values_chunk(const typename C::raw* const* values,
+                                       const typename C::raw* const* soon, int at, const float* p,
+                                       int count, float* acc, int64_t width) {
   vf sum[R][N];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) sum[r][n] = load(acc + r * width + n * VW);
   for (int j = 0; j < count; ++j) {
     vf x[N];
-    soon.fetch(j);
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) x[n] = load_as_float<C>(values[j] + at + n * VW);
+    for (int n = 0; n < N; ++n) {
+      x[n] = load_as_float<C>(values[j] + at + n * VW);
+      if (n * VW * sizeof(typename C::raw) % 64 == 0) ask_for(soon[j] + at + n * VW);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -149,15 +149,66 @@ static inline void narrow_values_chunk(const typename C::raw* const* values, int
     for (int n = 0; n < N; ++n) store(acc + r * width + n * VW, sum[r][n]);
 }
 
+// The same for two keys at a time, whose probabilities are rounded to pairs; N is even.
+template <class C, int R, int N>
+static inline void narrow_pairs_chunk(const typename C::raw* const* values,
+                                      const typename C::raw* const* soon, int at, const float* p,
+                                      int count, float* acc, int64_t width) {
+  typedef Products<C> P;
+  vf sum[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) sum[r][n] = load(acc + r * width + n * VW);
+  for (int j = 0; j < count; j += 2) {
+    vu x[N];
+    const bool second = j + 1 < count;
+#pragma GCC unroll 2
+    for (int n = 0; n < N; n += 2) {
+      const vu a = P::from_cache(values[j] + at + n * VW);
+      const vu b = second ? P::from_cache(values[j + 1] + at + n * VW) : vu{};
+      ask_for(soon[j] + at + n * VW);
+      ask_for(soon[j + 1] + at + n * VW);
+      x[n] = P::template zip<0>(a, b);
+      x[n + 1] = P::template zip<1>(a, b);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      uint32_t pair;
+      std::memcpy(&pair, p + r * KT + j / 2, sizeof pair);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sum[r][n] = P::add(sum[r][n], x[n], P::spread(pair));
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(acc + r * width + n * VW, sum[r][n]);
+}
+
+// A row's probabilities as pairs of neighbours, in the first half of their place.
+template <class C>
+static inline void pair_neighbours(float* p, int count) {
+  uint16_t* target = reinterpret_cast<uint16_t*>(p);
+  for (int j = 0; j < count; j += VW) {
+    const vu rounded = Products<C>::round(load(p + j), vf{});
+    const vu16 halves = __builtin_convertvector(rounded, vu16);
+    std::memcpy(target + j, &halves, sizeof halves);
+  }
+}
+
 template <class C, int R>
-static void narrow_values(const typename C::raw* const* values, const float* p, int count, int dv,
-                          float* acc, int64_t width, Soon<C> soon) {
+static void narrow_values(const typename C::raw* const* values, const typename C::raw* const* soon,
+                          const float* p, int count, int dv, float* acc, int64_t width) {
   constexpr int N = NARROW_VECTORS;
   int i = 0;
-  for (; i + N * VW <= dv; i += N * VW, soon.elements = 0)
-    narrow_values_chunk<C, R, N>(values, i, p, count, acc + i, width, soon);
-  for (; i + VW <= dv; i += VW, soon.elements = 0)
-    narrow_values_chunk<C, R, 1>(values, i, p, count, acc + i, width, soon);
+  if constexpr (Products<C>::PAIRS) {
+    for (; i + N * VW <= dv; i += N * VW)
+      narrow_pairs_chunk<C, R, N>(values, soon, i, p, count, acc + i, width);
+    for (; i < dv; i += 2 * VW)
+      narrow_pairs_chunk<C, R, 2>(values, soon, i, p, count, acc + i, width);
+    return;
+  }
+  for (; i + N * VW <= dv; i += N * VW)
+    narrow_values_chunk<C, R, N>(values, soon, i, p, count, acc + i, width);
+  for (; i + VW <= dv; i += VW)
+    narrow_values_chunk<C, R, 1>(values, soon, i, p, count, acc + i, width);
   if (i == dv) return;
   for (int j = 0; j < count; ++j) {
     const vf x = load_tail<C>(values[j] + i, dv - i);
@@ -171,19 +222,19 @@ static void narrow_values(const typename C::raw* const* values, const float* p, 
 // ---- wide ---------------------------------------------------------------------------------------
 
 // For KR keys: elements begin .. end of the dot products, added to the scores unless begin is 0.
-template <int N>
-static inline void wide_products(const float* q, int64_t rows, const float* key, int64_t d,
-                                 int begin, int end, float* scores) {
+template <class P, int N>
+static inline void wide_products(const typename P::element* q, int64_t rows, const typename P::element* key,
+                                 int64_t d, int begin, int end, float factor, float* scores) {
   vf acc[KR][N] = {};
   for (int i = begin; i < end; ++i) {
-    vf x[N];
+    typename P::operand x[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) x[n] = load(q + i * rows + n * VW);
+    for (int n = 0; n < N; ++n) x[n] = P::get(q + i * rows + n * VW);
 #pragma GCC unroll 8
     for (int r = 0; r < KR; ++r) {
-      const vf y = splat(key[r * d + i]);
+      const typename P::operand y = P::spread(key[r * d + i]);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) acc[r][n] += x[n] * y;
+      for (int n = 0; n < N; ++n) acc[r][n] = P::add(acc[r][n], x[n], y);
     }
   }
 #pragma GCC unroll 8
@@ -191,26 +242,31 @@ static inline void wide_products(const float* q, int64_t rows, const float* key,
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       float* place = scores + r * rows + n * VW;
+      if (P::PAIRS) acc[r][n] *= factor;
       store(place, begin == 0 ? acc[r][n] : load(place) + acc[r][n]);
     }
 }
 
 // scores[j][row] = k[j] . q[:, row]; q is [d][rows], k is [count rounded up to KR][d]. Sums run over
 // SUM_LENGTH elements at a time: one long chain of additions would lose digits.
-template <int N>
-static void wide_scores(const float* q, int64_t rows, const float* k, int count, int d,
-                        float* scores) {
-  for (int i0 = 0; i0 < d; i0 += SUM_LENGTH) {
-    const int end = std::min(d, i0 + SUM_LENGTH);
-    for (int j = 0; j < count; j += KR)
-      wide_products<N>(q, rows, k + static_cast<int64_t>(j) * d, d, i0, end, scores + j * rows);
+template <class C, int N>
+static void wide_scores(const typename Products<C>::element* q, int64_t rows,
+                        const typename Products<C>::element* k, int count, int d, float factor,
+                        float* scores, const AttentionArgs& a, const Rows<C>* soon) {
+  typedef Products<C> P;
+  for (int i0 = 0; i0 < d; i0 += P::SUM_LENGTH) {
+    const int end = d - i0 < P::SUM_LENGTH ? d : i0 + P::SUM_LENGTH;
+    for (int j = 0; j < count; j += KR) {
+      if (i0 == 0 && soon) soon->ask_for_rows(a, j, j + KR);
+      wide_products<P, N>(q, rows, k + static_cast<int64_t>(j) * d, d, i0, end, factor, scores + j * rows);
+    }
   }
 }
 
 // acc[i][row] = acc[i][row] * decay[row] + sum_j v[j][i] * p[j][row]; width is a multiple of KR.
-template <int N>
-static void wide_values(const float* p, int64_t rows, const float* v, int count, int width,
-                        const float* decay, float* acc) {
+template <class P, int N>
+static void wide_values(const typename P::element* p, int64_t rows, const typename P::element* v, int count,
+                        int width, const float* decay, float* acc) {
   for (int i = 0; i < width; i += KR) {
     vf sum[KR][N];
 #pragma GCC unroll 8
@@ -219,21 +275,31 @@ static void wide_values(const float* p, int64_t rows, const float* v, int count,
       for (int n = 0; n < N; ++n)
         sum[r][n] = load(acc + (i + r) * rows + n * VW) * load(decay + n * VW);
     for (int j = 0; j < count; ++j) {
-      vf x[N];
+      typename P::operand x[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) x[n] = load(p + j * rows + n * VW);
-      const float* value = v + static_cast<int64_t>(j) * width + i;
+      for (int n = 0; n < N; ++n) x[n] = P::get(p + j * rows + n * VW);
+      const typename P::element* value = v + static_cast<int64_t>(j) * width + i;
 #pragma GCC unroll 8
       for (int r = 0; r < KR; ++r) {
-        const vf y = splat(value[r]);
+        const typename P::operand y = P::spread(value[r]);
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) sum[r][n] += x[n] * y;
+        for (int n = 0; n < N; ++n) sum[r][n] = P::add(sum[r][n], x[n], y);
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < KR; ++r)
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) store(acc + (i + r) * rows + n * VW, sum[r][n]);
+  }
+}
+
+// The probabilities of VW rows as pairs of neighbouring keys, in the first half of their place.
+template <class P>
+static inline void wide_pairs(float* scores, int64_t rows, int count) {
+  for (int j = 0; j < count; j += 2) {
+    const vf second = j + 1 < count ? load(scores + (j + 1) * rows) : vf{};
+    const vu pair = P::round(load(scores + j * rows), second);
+    std::memcpy(scores + j / 2 * rows, &pair, sizeof pair);
   }
 }
 
