@@ -69,7 +69,7 @@ def measure_backend(model: Any, backend: str | None, batches: list[int], options
     found: dict[str, Any] = {"seconds_to_ready": round(ready, 1), "backend": _backends(engine)}
     graphs = engine.runner.graphs  # type: ignore[attr-defined]
     if graphs is not None:
-        costs = graphs.steps.costs
+        costs = graphs.steps.report.costs
         found["mode"] = graphs.dispatcher.mode.name
         found["graphs"] = len(costs)
         found["capture_seconds"] = round(sum(cost.seconds for cost in costs), 2)

@@ -5,7 +5,6 @@ On a CPU a stand-in takes the place of CUDA's graphs: it sees what a graph would
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from model_zoo import make_model
+from random_serving import logits_of_all_steps
 from torch import Tensor
 
 from attnbackend import AttentionCGSupport, CUDAGraphMode, Engine, SamplingParams, registry_scope
@@ -25,7 +25,7 @@ from attnbackend.registry import register_backend
 from attnbackend.runtime.engine_core import EngineCore
 from attnbackend.runtime.model_runner import build_runner
 from attnbackend.runtime.step_graphs import GraphOptions
-from attnbackend.testing.conformance.honest import HonestBackend, HonestBuilder
+from attnbackend.testing.conformance.honest import HonestBackend, HonestBuilder, HonestImpl, Places
 
 DECODE_ONLY = CUDAGraphMode.FULL_DECODE_ONLY
 ON_GPU = torch.cuda.is_available()
@@ -64,9 +64,10 @@ def scope() -> Iterator[None]:
 
 
 def serve(
-    model: Any, backend: str, mode: CUDAGraphMode | None, compile: bool = False, **options: Any
-) -> EngineCore:
-    library = None if ON_GPU else lambda device: RecordedGraphs()
+    model: Any, backend: str, mode: CUDAGraphMode | None, compile: bool = False, recorded: bool = not ON_GPU,
+    **options: Any,
+) -> EngineCore:  # fmt: skip
+    library = (lambda device: RecordedGraphs()) if recorded else None
     runner = build_runner(
         model, backend=backend, num_blocks=60, max_num_seqs=6, max_num_batched_tokens=24, compile=compile,
         graphs=GraphOptions(mode=mode, library=library, **options),
@@ -76,26 +77,12 @@ def serve(
     )
 
 
-def logits_of_all_steps(engine: EngineCore, seed: int) -> list[tuple[tuple[str, ...], Tensor]]:
-    """Requests that come and go, one of them aborted; the rows and logits of each step."""
-    rng, found = random.Random(seed), []
-    execute = engine.runner.execute
-
-    def recorded(batch: Any) -> Tensor:
-        logits = execute(batch)
-        found.append((tuple(batch.request_ids[row] for row in batch.sampled_rows), logits.clone()))
-        return logits
-
-    engine.runner.execute = recorded  # type: ignore[method-assign]
-    for step in range(40):
-        if step < 25 and rng.random() < 0.5:
-            prompt = [rng.randrange(3, 90) for _ in range(rng.choice((1, 2, 9, 30)))]
-            engine.add_request(prompt, SamplingParams(max_tokens=rng.randrange(1, 9)), f"r{step}")
-        if step == 20 and engine.scheduler.has_unfinished:
-            engine.abort(next(iter(engine._progress)))
-        engine.step()
-    assert not engine.has_unfinished()
-    return found
+def without_graphs(model: Any, backend: str, mode: CUDAGraphMode, **options: Any) -> EngineCore:
+    """An engine whose steps run without graphs; on a GPU padded as for them, since products of another size
+    round otherwise."""
+    if ON_GPU:
+        return serve(model, backend, mode, recorded=True, **options)
+    return serve(model, backend, CUDAGraphMode.NONE, **options)
 
 
 NEVER, SINGLE, UNIFORM, ALWAYS = AttentionCGSupport
@@ -112,13 +99,15 @@ LEVELS_AND_MODES = [
 ]
 
 
-@pytest.mark.parametrize(("level", "mode"), LEVELS_AND_MODES)
-@pytest.mark.parametrize("lazy", [False, True])
+LAZY = [(*case, case == (ALWAYS, CUDAGraphMode.FULL_AND_PIECEWISE)) for case in LEVELS_AND_MODES]
+
+
+@pytest.mark.parametrize(("level", "mode", "lazy"), LAZY)
 def test_logits_from_graphs_are_those_without_bit_for_bit(
     model: Any, level: AttentionCGSupport, mode: CUDAGraphMode, lazy: bool
 ) -> None:
     name = register_backend(backend_of(level).get_name())(backend_of(level)).get_name()
-    without = logits_of_all_steps(serve(model, name, CUDAGraphMode.NONE), seed=1)
+    without = logits_of_all_steps(without_graphs(model, name, mode), seed=1)
     engine = serve(model, name, mode, lazy=lazy)
     graphs = engine.runner.graphs  # type: ignore[attr-defined]
     with_graphs = logits_of_all_steps(engine, seed=1)
@@ -133,7 +122,7 @@ def test_logits_from_graphs_are_those_without_bit_for_bit(
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "FLEX_ATTENTION"])
 def test_pieces_run_attention_with_the_plan_of_the_step(model: Any, backend: str) -> None:
     """These backends loop over lengths that they have on the host: no graph could hold them."""
-    without = logits_of_all_steps(serve(model, backend, CUDAGraphMode.NONE), seed=4)
+    without = logits_of_all_steps(without_graphs(model, backend, CUDAGraphMode.PIECEWISE), seed=4)
     engine = serve(model, backend, CUDAGraphMode.PIECEWISE)
     in_pieces = logits_of_all_steps(engine, seed=4)
     for (_, got), (_, wanted) in zip(in_pieces, without, strict=True):
@@ -146,7 +135,9 @@ def test_compiled_layers_are_captured_in_pieces(
 ) -> None:
     """Each decoder layer is cut in two pieces, and both layers share them."""
     monkeypatch.setattr(transformers_models, "make_compiler", partial(make_compiler, compiler="aot_eager"))
-    without = logits_of_all_steps(serve(model, "TORCH_SDPA", CUDAGraphMode.NONE, compile=True), seed=5)
+    without = logits_of_all_steps(
+        without_graphs(model, "TORCH_SDPA", CUDAGraphMode.PIECEWISE, compile=True), seed=5
+    )
     engine = serve(model, "TORCH_SDPA", CUDAGraphMode.PIECEWISE, compile=True)
     compiler = engine.runner.model.compiler  # type: ignore[attr-defined]
     assert compiler.pieces.num_pieces == compiler.pieces.num_compiled == 2 * compiler.num_graphs > 0
@@ -154,6 +145,62 @@ def test_compiled_layers_are_captured_in_pieces(
     for (_, got), (_, wanted) in zip(in_pieces, without, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
     assert not compiler.pieces.left_whole
+
+
+@pytest.mark.parametrize("mode", KINDS)
+def test_replays_are_held_against_the_path_without_graphs(model: Any, mode: CUDAGraphMode) -> None:
+    register_backend("HONEST_ALWAYS")(backend_of(ALWAYS))
+    without = logits_of_all_steps(without_graphs(model, "HONEST_ALWAYS", mode), seed=6)
+    checked = logits_of_all_steps(serve(model, "HONEST_ALWAYS", mode, debug=True), seed=6)
+    for (_, got), (_, wanted) in zip(checked, without, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+class LengthsOfTheHost(HonestImpl):
+    """Takes lengths from the host, as they were at capture."""
+
+    def places(self, batch: CommonAttentionMetadata, num_tokens: int) -> Places:
+        assert batch.seq_lens_cpu is not None
+        then = batch.seq_lens_cpu.to(batch.seq_lens.device)
+        return super().places(batch.replace(seq_lens=then), num_tokens)
+
+
+class AllOfTheTable(HonestImpl):
+    """Lets the padding of the block table into its answer."""
+
+    def finish(self, out_THD: Tensor, *rest: Any) -> None:
+        super().finish(out_THD + 1e-3 * self.table.sum(), *rest)
+
+    def blocks(self, table_RW: Tensor, at: Places) -> Tensor:
+        self.table = table_RW
+        return super().blocks(table_RW, at)
+
+
+@pytest.mark.parametrize("impl", [LengthsOfTheHost, AllOfTheTable])
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY])
+def test_a_backend_that_a_graph_cannot_hold_is_found_out(
+    model: Any, impl: type[HonestImpl], mode: CUDAGraphMode
+) -> None:
+    class Backend(backend_of(ALWAYS)):  # type: ignore[misc]
+        @staticmethod
+        def get_impl_cls() -> type[HonestImpl]:
+            return impl
+
+    register_backend("HONEST_ALWAYS")(Backend)
+    engine = serve(model, "HONEST_ALWAYS", mode, debug=True)
+    with pytest.raises(RuntimeError, match=r"BatchDescriptor.* gives other logits .* requests \['r"):
+        logits_of_all_steps(engine, seed=6)
+
+
+def test_what_was_captured_is_told_size_by_size(model: Any) -> None:
+    register_backend("HONEST_ALWAYS")(backend_of(ALWAYS))
+    report = serve(model, "HONEST_ALWAYS", CUDAGraphMode.FULL).runner.graphs.steps.report  # type: ignore[attr-defined]
+    lines = str(report).splitlines()
+    assert lines[0].split()[:4] == ["FULL", "mixed", "12", "tokens"]
+    assert len(lines) == len(report.costs) + 1
+    assert report.total == lines[-1]
+    assert lines[-1].startswith(f"{len(report.costs)} graphs in ")
+    assert report.seconds >= sum(cost.seconds for cost in report.costs) > 0
 
 
 BY_LEVEL = {
@@ -177,10 +224,10 @@ def test_graphs_are_captured_before_serving_and_only_then(model: Any) -> None:
     register_backend("HONEST_ALWAYS")(backend_of(AttentionCGSupport.ALWAYS))
     engine = serve(model, "HONEST_ALWAYS", None)
     graphs = engine.runner.graphs  # type: ignore[attr-defined]
-    captured = len(graphs.steps.costs)
+    captured = len(graphs.steps.report.costs)
     assert captured == len(list(graphs.dispatcher.graphs()))
     logits_of_all_steps(engine, seed=2)
-    assert len(graphs.steps.costs) == captured
+    assert len(graphs.steps.report.costs) == captured
 
 
 class NewTensors(HonestBuilder):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from attnbackend.cudagraph.capture_report import CaptureCost, CaptureReport
 from attnbackend.cudagraph.dispatcher import BatchDescriptor, BatchShape, CUDAGraphDispatcher, Dispatch
-from attnbackend.cudagraph.graphed_steps import CaptureCost, GraphedSteps, PreparedStep
+from attnbackend.cudagraph.graphed_steps import GraphedSteps, PreparedStep
 from attnbackend.cudagraph.graphs import CUDAGraphs, GraphLibrary, RecordedGraphs
 from attnbackend.cudagraph.modes import (
     CUDAGraphMode,
@@ -22,6 +23,7 @@ __all__ = [
     "CUDAGraphMode",
     "CUDAGraphs",
     "CaptureCost",
+    "CaptureReport",
     "Dispatch",
     "GraphLibrary",
     "GraphSupport",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["alias_of"]
+__all__ = ["alias_of", "memory_at"]
 
 
 class _Memory:
@@ -19,6 +19,13 @@ class _Memory:
         }  # fmt: skip
 
 
+def memory_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
+    """Bytes of a GPU's memory, uint8 [num_bytes]."""
+    memory = torch.as_tensor(_Memory(address, num_bytes), device=device)
+    assert memory.data_ptr() == address, "the memory was copied"
+    return memory
+
+
 def alias_of(value: Any) -> Any:
     """A tensor of the same address, dtype, shape and strides that does not keep the memory.
 
@@ -27,8 +34,5 @@ def alias_of(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.is_cuda or value.numel() == 0:
         return value
     elements = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
-    memory = _Memory(value.data_ptr(), elements * value.element_size())
-    alias = torch.as_tensor(memory, device=value.device).view(value.dtype)
-    alias = alias.as_strided(value.shape, value.stride())
-    assert alias.data_ptr() == value.data_ptr(), "the memory was copied"
-    return alias
+    memory = memory_at(value.data_ptr(), elements * value.element_size(), value.device)
+    return memory.view(value.dtype).as_strided(value.shape, value.stride())

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from attnbackend.cudagraph.capture_report import CaptureCost, CaptureReport
 from attnbackend.cudagraph.dispatcher import Dispatch
 from attnbackend.cudagraph.graphs import Graph, GraphLibrary, Work
 from attnbackend.cudagraph.modes import CUDAGraphMode
 from attnbackend.cudagraph.safety import LongLivedTensors, TensorRecord, check_unmoved, record_tensors
 
-__all__ = ["CaptureCost", "GraphedSteps", "PreparedStep"]
+__all__ = ["GraphedSteps", "PreparedStep"]
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,6 @@ class PreparedStep:
     work: Work
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     """In which calls between pieces run."""
-
-
-@dataclass(frozen=True)
-class CaptureCost:
-    """What one graph took."""
-
-    key: Dispatch
-    seconds: float
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,7 @@ class GraphedSteps:
 
     library: GraphLibrary
     long_lived: LongLivedTensors
-    costs: list[CaptureCost] = field(default_factory=list)
+    report: CaptureReport = field(default_factory=CaptureReport)
     num_replays: dict[Dispatch, int] = field(default_factory=dict)
     _captured: dict[Dispatch, _Captured] = field(default_factory=dict)
 
@@ -72,13 +64,18 @@ class GraphedSteps:
         except Exception as error:
             raise RuntimeError(f"capturing the graph of {key.descriptor} failed: {error}") from error
         self._captured[key] = _Captured(graph, record_tensors(step.tensors))
-        self.costs.append(CaptureCost(key, time.perf_counter() - started, graph.num_bytes))
+        self.report.costs.append(CaptureCost(key, time.perf_counter() - started, graph.num_bytes))
 
     def __contains__(self, key: object) -> bool:
         return key in self._captured
 
-    def replay(self, key: Dispatch, step: PreparedStep) -> Tensor:
+    def replay(self, key: Dispatch, step: PreparedStep, *, poisoned: bool = False) -> Tensor:
         """Replays the graph of ``key`` on what the step's tensors hold now.
+
+        Args:
+            key: which graph.
+            step: what it is replayed for.
+            poisoned: with NaN in the memory that the graph is to write before it reads.
 
         Returns:
             The output of the work. It holds until the next replay, of whichever graph: they share memory.
@@ -89,6 +86,8 @@ class GraphedSteps:
         captured = self._captured[key]
         check_unmoved(key.descriptor, captured.records, step.tensors)
         self.long_lived.check_some(key.descriptor)
+        if poisoned:
+            captured.graph.poison()
         if key.mode is CUDAGraphMode.PIECEWISE:
             with step.context():
                 captured.graph.replay()

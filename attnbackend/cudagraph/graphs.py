@@ -7,6 +7,7 @@ between the pieces, at each replay anew.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attnbackend.cudagraph.aliases import alias_of
+from attnbackend.cudagraph.aliases import alias_of, memory_at
 from attnbackend.forward_context import get_forward_context, set_forward_context
 from attnbackend.graph_breaks import Breaks, set_breaks
 
@@ -35,6 +36,9 @@ class Graph(Protocol):
 
     def replay(self) -> None: ...
 
+    def poison(self) -> None:
+        """Fills the graph's memory, the output's too, with NaN."""
+
 
 class GraphLibrary(Protocol):
     """Where graphs come from.
@@ -48,13 +52,20 @@ class GraphLibrary(Protocol):
 class _CUDAGraph:
     """Graphs, and the calls between them. The output's memory is the pool's: later captures use it too."""
 
-    def __init__(self, parts: Sequence[Callable[[], object]], output: Tensor, num_bytes: int) -> None:
+    def __init__(
+        self, parts: Sequence[Callable[[], object]], output: Tensor, num_bytes: int, pool: tuple[int, int]
+    ) -> None:
         self.output, self.num_bytes = alias_of(output), num_bytes
-        self._parts = parts
+        self._parts, self._pool = parts, pool
 
     def replay(self) -> None:
         for part in self._parts:
             part()
+
+    def poison(self) -> None:
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment["segment_pool_id"]) == self._pool:
+                memory_at(segment["address"], segment["total_size"], self.output.device).fill_(0xFF)
 
 
 class CUDAGraphs:
@@ -80,7 +91,7 @@ class CUDAGraphs:
             parts = CUDAPieces(self._begin, self._end)
             with parts, set_breaks(parts if in_pieces else None):
                 output = work()
-            made = _CUDAGraph(parts.parts, output, torch.cuda.memory_reserved() - before)
+            made = _CUDAGraph(parts.parts, output, torch.cuda.memory_reserved() - before, self._pool)
         torch.cuda.current_stream().wait_stream(self._stream)
         return made
 
@@ -90,7 +101,9 @@ class CUDAGraphs:
         return graph
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        graph.capture_end()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # Nothing between two calls.
+            graph.capture_end()
         self._kept.append(graph)
 
 
@@ -150,6 +163,9 @@ class _RecordedGraph:
 
     def replay(self) -> None:
         self.output.copy_(self._run(_Replaying(self._calls) if self._calls is not None else None))
+
+    def poison(self) -> None:
+        self.output.fill_(torch.nan)
 
     def _run(self, breaks: Breaks | None) -> Tensor:
         with set_breaks(breaks):

@@ -35,6 +35,8 @@ class Engine(EngineCore):
         cudagraph_mode: a `CUDAGraphMode` or its name; None takes what backend and device allow.
         cudagraph_capture_sizes: batch sizes in tokens to capture graphs for; None: see `capture_sizes`.
         cudagraph_lazy_capture: capture a graph when a batch first needs it, not before serving.
+        cudagraph_debug: hold each replay against the same step without graphs, bit for bit, with NaN in the
+            graphs' memory and other blocks in the padding of the block table; slow.
         async_scheduling: start each step before the tokens of the one before are known, so that the host
             works while the device does; `step` then returns the outputs of the step before. No token
             differs. None: on devices other than a CPU, without speculation.
@@ -63,6 +65,7 @@ class Engine(EngineCore):
         cudagraph_mode: CUDAGraphMode | str | None = None,
         cudagraph_capture_sizes: Sequence[int] | None = None,
         cudagraph_lazy_capture: bool = False,
+        cudagraph_debug: bool = False,
         async_scheduling: bool | None = None,
         speculative: str | None = None,
         num_speculative_tokens: int | None = None,
@@ -85,6 +88,7 @@ class Engine(EngineCore):
                 mode=None if cudagraph_mode is None else CUDAGraphMode.parse(cudagraph_mode),
                 sizes=cudagraph_capture_sizes,
                 lazy=cudagraph_lazy_capture,
+                debug=cudagraph_debug,
             ),
         )
         super().__init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,9 @@ from attnbackend.cudagraph import (
     resolve_cudagraph_mode,
     uncovered_decodes,
 )
+from attnbackend.cudagraph.capture_report import captures, with_progress
 from attnbackend.layers.paged import BatchTensors
+from attnbackend.runtime.graph_debug import checked_replay
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.types import Reason
 
@@ -73,6 +76,8 @@ class GraphOptions:
     """Batch sizes in tokens; None: see `capture_sizes`."""
     lazy: bool = False
     """Capture a size when a batch first needs it, in place of all before serving."""
+    debug: bool = False
+    """Hold each replay against the path without graphs, see `checked_replay`."""
     library: Callable[[torch.device], GraphLibrary] | None = None
     """Where graphs come from; None: CUDA's."""
 
@@ -150,7 +155,7 @@ class StepGraphs:
     ) -> None:  # fmt: skip
         self.dispatcher = dispatcher
         self.steps = GraphedSteps((options.library or CUDAGraphs)(device), long_lived)
-        self._lazy = options.lazy
+        self._lazy, self._debug = options.lazy, options.debug
         self._prepare = prepare
         self._inputs: dict[Dispatch, StepInputs] = {}
 
@@ -164,8 +169,10 @@ class StepGraphs:
         Args:
             padding: gives a batch of so many tokens of padding, in requests of so many.
         """
-        if not self._lazy:
-            for key in self.dispatcher.graphs():
+        if self._lazy:
+            return
+        with captures(self.steps.report):
+            for key in with_progress("CUDA graphs", list(self.dispatcher.graphs())):
                 query_len = self.dispatcher.uniform_query_len if key.descriptor.uniform else 1
                 self._capture(key, padding(key.descriptor.num_tokens, query_len))
 
@@ -180,8 +187,10 @@ class StepGraphs:
         assert key.descriptor.num_tokens == batch.num_padded_tokens, (key, batch.num_padded_tokens)
         if key not in self.steps:
             self._capture(key, batch)
-        step = self._prepare(batch, self._inputs_for(key, batch), key, False)
-        return self.steps.replay(key, step)[: batch.num_sampled]
+        prepare = partial(self._prepare, batch, self._inputs_for(key, batch), key, False)
+        if self._debug:
+            return checked_replay(self.steps, key, batch, prepare)
+        return self.steps.replay(key, prepare())[: batch.num_sampled]
 
     def _inputs_for(self, key: Dispatch, batch: PreparedBatch) -> StepInputs:
         """Views of the batch's persistent tensors, made once for each graph."""
