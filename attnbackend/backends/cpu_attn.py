@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from attnbackend.backends.standard import FullFeaturedBackend, PagedKernelImpl
 from attnbackend.kernels import cpu
 from attnbackend.types import MultipleOf
@@ -16,7 +18,9 @@ __all__ = ["CPUAttentionBackend", "CPUAttentionImpl"]
 
 
 class CPUAttentionImpl(PagedKernelImpl):
-    def attention_kernel(self, attn_metadata: Any, num_tokens: int) -> Callable[..., None]:
+    def attention_kernel(
+        self, attn_metadata: Any, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> Callable[..., None]:
         return cpu.paged_attention
 
     def write_kernel(self) -> Callable[..., None]:

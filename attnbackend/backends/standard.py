@@ -114,8 +114,10 @@ class PagedKernelImpl(StandardImpl):
     """
 
     @abstractmethod
-    def attention_kernel(self, attn_metadata: Any, num_tokens: int) -> Callable[..., None]:
-        """The function that serves a step."""
+    def attention_kernel(
+        self, attn_metadata: Any, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> Callable[..., None]:
+        """The function that serves a step; what it does with key and value beside the cache is its own."""
 
     @abstractmethod
     def write_kernel(self) -> Callable[..., None]:
@@ -130,7 +132,7 @@ class PagedKernelImpl(StandardImpl):
             keys, values, table = key, value, None
         else:
             keys, values = kv_cache.unbind(1)
-        self.attention_kernel(attn_metadata, query.shape[0])(
+        self.attention_kernel(attn_metadata, query, key, value)(
             query, keys, values, output, batch.query_start_loc, batch.seq_lens, table,
             **kernel_features(self.params, tensors),
         )  # fmt: skip

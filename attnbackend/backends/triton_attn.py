@@ -80,12 +80,15 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
 
 class TritonAttentionImpl(PagedKernelImpl):
-    def attention_kernel(self, attn_metadata: TritonMetadata, num_tokens: int) -> Callable[..., None]:
+    def attention_kernel(
+        self, attn_metadata: TritonMetadata, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> Callable[..., None]:
         from attnbackend.kernels import triton
 
         # Padding tokens beyond one a row are the unified kernel's to write.
-        is_decode = attn_metadata.is_decode and num_tokens <= attn_metadata.common.seq_lens.shape[0]
-        return triton.paged_decode_attention if is_decode else triton.paged_attention
+        if attn_metadata.is_decode and query.shape[0] <= attn_metadata.common.seq_lens.shape[0]:
+            return triton.paged_decode_attention
+        return partial(triton.paged_attention, key=key, value=value)
 
     def attend(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
@@ -98,7 +101,7 @@ class TritonAttentionImpl(PagedKernelImpl):
         from attnbackend.kernels import triton
 
         keys, values = kv_cache.unbind(1)
-        suffix_kernel = self.attention_kernel(attn_metadata, query.shape[0])
+        suffix_kernel = self.attention_kernel(attn_metadata, query, None, None)
         # Few tokens over many keys: the keys are split too.
         prefix_kernel = partial(triton.paged_attention, num_splits=None)
 

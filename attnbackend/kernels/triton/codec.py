@@ -72,12 +72,14 @@ def kernel_view(tensor: torch.Tensor, fmt: str) -> torch.Tensor:
 def product_dtype(query: torch.dtype, key: torch.dtype, value: torch.dtype) -> torch.dtype:
     """Dtype of the matrix products: the query's, or float32 where 16 bits would lose something.
 
-    float8 values are exact in every query dtype. float16 and bfloat16 do not hold each other.
+    float8 values are exact in every query dtype, and are converted to float16 in one instruction: a
+    bfloat16 query is fitted to its range by `load_query`. float16 and bfloat16 do not hold each other.
     """
     dtypes = {query} | {d for d in (key, value) if d not in FLOAT8_FORMATS}
     if len(dtypes) > 1 or (INTERPRETED and query == torch.bfloat16):
         return torch.float32
-    return query
+    only_float8 = key in FLOAT8_FORMATS and value in FLOAT8_FORMATS
+    return torch.float16 if only_float8 and query == torch.bfloat16 else query
 
 
 @triton.jit
@@ -95,6 +97,35 @@ def decode(x: tl.tensor, FMT: tl.constexpr) -> tl.tensor:
         value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
     return x
+
+
+@triton.jit
+def decode_pairs(x: tl.tensor, FLOAT8: tl.constexpr) -> tl.tensor:
+    """(low, high) float16 values of the two float8 bytes in each int16. GPUs of compute capability 8.9.
+
+    Matrix products want values of neighbouring keys in one register, and nothing transposes single
+    bytes: loaded as 16 bits, two columns at a time, they are transposed on their way from shared memory.
+    """
+    if FLOAT8 == tl.float8e5:  # noqa: SIM300 (a constexpr compares from the left)
+        low, high = tl.inline_asm_elementwise(
+            """{
+            prmt.b32 $0, $2, 0, 0x2404;
+            prmt.b32 $1, $2, 0, 0x3414;
+            }""",
+            "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted; .reg .b16 lows, highs;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {lows, highs}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, lows;
+            cvt.rn.f16x2.e4m3x2 $1, highs;
+            }""",
+            "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return low, high
 
 
 @triton.jit

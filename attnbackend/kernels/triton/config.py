@@ -6,16 +6,18 @@ keys `block_n` at a time, `num_stages` tiles of K and V in flight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 import torch
 
-Kind = Literal["prefill", "short", "decode"]
+Kind = Literal["long prefill", "prefill", "short prefill", "short", "decode"]
 
-PREFILL_TOKENS_PER_ROW = 16
-"""Mean query length from which a batch counts as prefill. Below it, big tiles are mostly empty."""
+PREFILL_TOKENS_PER_ROW: tuple[tuple[int, Kind], ...] = (
+    (4096, "long prefill"), (1024, "prefill"), (16, "short prefill"),
+)  # fmt: skip
+"""Mean query lengths from which a batch is of a kind. Big tiles of shorter ones are mostly empty."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,20 @@ class TileConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    per_processor: int = 1
+    """Programs that run on one multiprocessor at once: what shared memory has room for."""
 
 
 def batch_kind(num_tokens: int, num_rows: int) -> Kind:
     """Kind of a batch from its shapes alone, so that no length is read from the device."""
-    return "prefill" if num_tokens >= PREFILL_TOKENS_PER_ROW * num_rows else "short"
+    for tokens, kind in PREFILL_TOKENS_PER_ROW:
+        if num_tokens >= tokens * num_rows:
+            return kind
+    return "short"
+
+
+def is_prefill(kind: Kind) -> bool:
+    return kind.endswith("prefill")
 
 
 def padded_size(head_size: int) -> int:
@@ -39,7 +50,9 @@ def padded_size(head_size: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def tile_config(dtype: torch.dtype, head_size: int, group: int, kind: Kind) -> TileConfig:
+def tile_config(
+    dtype: torch.dtype, head_size: int, group: int, kind: Kind, float8_keys: bool = False
+) -> TileConfig:
     """Tile for a matrix product in `dtype`, `group` query heads for each kv head.
 
     `head_size` is the larger of those of K and V.
@@ -47,35 +60,53 @@ def tile_config(dtype: torch.dtype, head_size: int, group: int, kind: Kind) -> T
     width = padded_size(head_size)
     if dtype == torch.float32:
         return _full_precision_tile(width, group, kind)
-    if kind == "prefill":
-        return _prefill_tile(width)
-    return _narrow_tile(width, group, kind)
+    if is_prefill(kind):
+        return _prefill_tile(width, kind)
+    return _narrow_tile(width, group, kind, float8_keys)
 
 
 def _full_precision_tile(width: int, group: int, kind: Kind) -> TileConfig:
     # Products in float32 run on FMA units, unrolled over registers: steps of more keys than this
     # spill (17 KB a thread for 32 rows by 32 keys by 256, none for 16 keys). Those in float64,
     # of float32 queries, have tensor cores but hold twice as much.
-    rows = 32 if kind == "prefill" else _rows_for(group, kind, most=32)
+    rows = 32 if is_prefill(kind) else _rows_for(group, kind, most=32)
     return TileConfig(rows, 16 if width >= 128 else 32, 8, 2)
 
 
-def _prefill_tile(width: int) -> TileConfig:
-    # 128 rows are two warp groups of 64 rows, the m of Hopper's wgmma; 8 warps hold the
-    # accumulator without spilling. K and V of two or three stages fill shared memory.
-    if width <= 64:
-        return TileConfig(128, 128, 8, 3)
-    if width == 128:
-        return TileConfig(128, 128, 8, 2)
-    return TileConfig(128, 64, 8, 2)
+def _prefill_tile(width: int, kind: Kind) -> TileConfig:
+    # Tiles of 128 rows read each key half as often as those of 64, the m of Hopper's wgmma, of which two
+    # run on a multiprocessor at once: what one does at its ends, the other hides. Steps of more keys cost
+    # less each, and waste more where a tile ends.
+    if width > 128:
+        return TileConfig(128, 64, 8, 2)
+    if width <= 64 or kind == "short prefill":
+        return TileConfig(64, 64, 4, 3, 2)
+    return TileConfig(128, 128 if kind == "long prefill" else 64, 8, 3)
 
 
-def _narrow_tile(width: int, group: int, kind: Kind) -> TileConfig:
+def _narrow_tile(width: int, group: int, kind: Kind, float8_keys: bool) -> TileConfig:
     # Few rows make this a memory copy with some arithmetic: what counts is bytes in flight,
     # about 64 KiB for each program, and two programs or more on each multiprocessor.
     rows = _rows_for(group, kind, most=64)
-    keys = 64 if width <= 128 else 32
-    return TileConfig(rows, keys, 4, 4 if width <= 64 else 3)
+    stages = 4 if width <= 64 else 3
+    if kind == "short" and not float8_keys:
+        stages -= 1
+    return TileConfig(rows, 64 if width <= 128 else 32, 4, stages, 2)
+
+
+@lru_cache(maxsize=1024)
+def decode_tiles(dtype: torch.dtype, head_size: int, group: int, float8_keys: bool) -> tuple[TileConfig, ...]:
+    """Tiles that decode may choose of, by how many programs there are: see `decode_shape`.
+
+    Measured on an H200 they differ little where each fills the device in one wave of programs, and by up
+    to 30% where one of them does not. Steps of float8 keys are half as many bytes: one tile is both.
+    """
+    wide = tile_config(dtype, head_size, group, "decode")
+    if dtype == torch.float32:
+        return (replace(wide, per_processor=2),)
+    if float8_keys:
+        return (TileConfig(wide.block_m, wide.block_n, 2, 3, 4),)
+    return wide, replace(wide, block_n=wide.block_n // 2, per_processor=4)
 
 
 def _rows_for(group: int, kind: Kind, most: int) -> int:

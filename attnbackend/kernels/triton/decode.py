@@ -17,11 +17,12 @@ import triton.language as tl
 from .bounds import decode_first_key
 from .checks import fail
 from .codec import encode
-from .config import TileConfig, heads_per_tile, pieces_per_kv_head, tile_config
+from .config import TileConfig, decode_tiles, heads_per_tile, pieces_per_kv_head
 from .launch import Launch, on_device_of, prepare
 from .partials import MERGE_STEP, merged, partial_buffer, split_size, store_partial
-from .splits import MIN_SPLIT_KEYS, decode_num_splits, processor_count
+from .splits import MIN_SPLIT_KEYS, decode_shape, processor_count
 from .tile import (
+    all_columns,
     attend,
     head_scale,
     load_query,
@@ -108,6 +109,9 @@ def decode_kernel(
     HEADS: tl.constexpr,
     PIECES: tl.constexpr,
     MIN_KEYS: tl.constexpr,
+    ALIKE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SIGNED: tl.constexpr,
 ) -> None:
     HAS_ALIBI: tl.constexpr = alibi_ptr is not None
     kv_head = tl.program_id(0) // PIECES
@@ -145,9 +149,11 @@ def decode_kernel(
         return
 
     token64 = q_begin.to(tl.int64)
-    q = load_query(q_ptr, token64 * q_token + head64 * q_head, keep, D, D_PAD, Q_FMT, DOT)
+    scale = scale * head_scale(k_scale_ptr, kv_head, k_scale_head)
+    q_rows = q_ptr + token64 * q_token + head64 * q_head
+    q, scale = load_query(q_rows, keep, scale, D, D_PAD, Q_FMT, DOT, SIGNED)
     row_max, row_sum = start_state(sink_ptr, head, keep_sink, SINK_FMT, PRECISE)
-    acc = no_values(M, DV_PAD, PRECISE)
+    acc, odd = no_values(M, DV_PAD, PRECISE, PAIRS)
     slope = row_max
     if HAS_ALIBI:
         slope = tl.load(alibi_ptr + head, mask=keep, other=0.0)
@@ -155,16 +161,16 @@ def decode_kernel(
     k_ptr += kv_head64 * k_head
     v_ptr += kv_head64 * v_head
     table_ptr += row.to(tl.int64) * table_row
-    scale = scale * head_scale(k_scale_ptr, kv_head, k_scale_head)
     # The token is the last of its sequence: [first_key, seq_len) is all that there is to mask.
     position = lane * 0 + seq_len - 1
-    acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, position, position, position, slope, k_ptr, v_ptr, table_ptr,
+    acc, odd, row_max, row_sum = attend(
+        acc, odd, row_max, row_sum, q, position, position, position, slope, k_ptr, v_ptr, table_ptr,
         start, stop, first_key, seq_len,
         scale, soft_cap, k_block, k_slot, v_block, v_slot,
         True, False, False, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
-        K_FMT, V_FMT, DOT, PRECISE,
+        K_FMT, V_FMT, DOT, PRECISE, ALIKE, PAIRS,
     )  # fmt: skip
+    acc = all_columns(acc, odd, M, DV_PAD, PAIRS)
     # Not silently one token of several: the promise of one a row was broken.
     row_sum = tl.where(q_len > 1, float("nan"), row_sum)
     value_scale = head_scale(v_scale_ptr, kv_head, v_scale_head)
@@ -290,11 +296,11 @@ def paged_decode_attention(
         fail(WHERE, "number of tokens", launch.tokens, f"at most one a row, {rows} here")
     if launch.tokens == 0:
         return
-    if tile is None:
-        tile = tile_config(plan.product, plan.width, plan.group, "decode")
-    if num_splits is None:
-        programs = rows * launch.kv_heads * pieces_per_kv_head(plan.group, tile.block_m)
-        num_splits = decode_num_splits(programs, launch.max_keys, processor_count(query.device))
+    choice = decode_tiles(plan.product, plan.width, plan.group, launch.has_float8_keys)
+    tiles = choice if tile is None else (tile,)
+    programs = rows * launch.kv_heads * pieces_per_kv_head(plan.group, tiles[0].block_m)
+    tile, fitting = decode_shape(tiles, programs, launch.max_keys, processor_count(query.device))
+    num_splits = fitting if num_splits is None else num_splits
     partial = partial_buffer(WHERE, query, launch, rows, num_splits, workspace)
     with on_device_of(query):
         _launch_decode(launch, tile, num_splits, partial)
@@ -309,6 +315,7 @@ def _launch_decode(launch: Launch, tile: TileConfig, num_splits: int, partial: t
         *launch.tensors, *launch.numbers, launch.tokens, launch.rows, num_splits, partial,
         **launch.plan.constants, M=tile.block_m, N=tile.block_n,
         HEADS=heads_per_tile(group, tile.block_m), PIECES=pieces, MIN_KEYS=MIN_SPLIT_KEYS,
+        ALIKE=launch.is_alike, PAIRS=launch.reads_pairs(tile.block_m), SIGNED=launch.is_signed,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ import torch
 
 from . import checks
 from .bounds import MAX_REACH
-from .codec import TRITON_DTYPE, kernel_view, product_dtype, stored_format
+from .codec import FLOAT8_FORMATS, TRITON_DTYPE, kernel_view, product_dtype, stored_format
 from .config import padded_size
 
 DEVICE_CHECKED = (
@@ -53,6 +53,10 @@ class Plan(NamedTuple):
     formats: tuple[str, ...] | None
     """How query, caches, output and sinks are stored; None where all are native."""
     constants: dict[str, Any]
+    cache_dtypes: tuple[torch.dtype, torch.dtype]
+    """Of K and V."""
+    has_float8_values: bool
+    """Values are float8 that the GPU converts to the products' float16 itself."""
 
 
 class Launch(NamedTuple):
@@ -82,9 +86,67 @@ class Launch(NamedTuple):
         return self.numbers[2], self.numbers[3]
 
     @property
+    def has_float8_keys(self) -> bool:
+        return self.plan.cache_dtypes[0] in FLOAT8_FORMATS
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether blocks and slots of K and V have the same strides."""
+        return bool(self.numbers[6:8] == self.numbers[9:11])
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether the scale of the scores may be below 0: that of the keys is known on the device alone."""
+        return self.numbers[0] < 0 or self.tensors[10] is not None
+
+    def reads_pairs(self, block_m: int) -> bool:
+        """Whether values are read as pairs of columns: see `decode_pairs`.
+
+        Tiles of 64 rows take their values from shared memory, where there is nothing to transpose.
+        """
+        if not self.plan.has_float8_values or block_m >= 64:
+            return False
+        places = (self.value_size, *self.numbers[9:12], self.tensors[2].data_ptr())
+        return not any(place % 2 for place in places)
+
+    @property
     def out_strides(self) -> tuple[int, ...]:
         """Of output, then of the LSE: token and head."""
         return self.numbers[12:16]
+
+
+class OwnTokens(NamedTuple):
+    """Keys and values of the new tokens, as the kernel takes them."""
+
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    strides: tuple[int, ...]
+    """Token and head of key, then of value."""
+
+    @property
+    def is_alike(self) -> bool:
+        return self.strides[0] == self.strides[2]
+
+
+NO_OWN_TOKENS = OwnTokens(None, None, (0, 0, 0, 0))
+
+
+def own_tokens(where: str, launch: Launch, key: torch.Tensor, value: torch.Tensor) -> OwnTokens:
+    """`NO_OWN_TOKENS` where the cache holds them in another form.
+
+    ValueError where the shapes are not of the tokens' own key and value.
+    """
+    constants = launch.plan.constants
+    for name, tensor, width in (("key", key, constants["D"]), ("value", value, constants["DV"])):
+        shape = (launch.tokens, launch.kv_heads, width)
+        if tensor.shape != shape:
+            checks.fail(where, f"{name}.shape", tuple(tensor.shape), str(shape))
+    in_form = (key.dtype, value.dtype) == launch.plan.cache_dtypes
+    if constants["PRECISE"] or not in_form or key.stride(-1) != 1 or value.stride(-1) != 1:
+        return NO_OWN_TOKENS
+    checks.check_same_device(where, launch.tensors[0], ("key", "value"), (key, value))
+    views = kernel_view(key, constants["K_FMT"]), kernel_view(value, constants["V_FMT"])
+    return OwnTokens(*views, (*key.stride()[:2], *value.stride()[:2]))
 
 
 @lru_cache(maxsize=4096)
@@ -129,7 +191,8 @@ def make_plan(
     }
     unusual = formats if set(formats) != {"native"} else None
     width = max(head_size, value_size)
-    return Plan(product, heads // kv_heads, width, unusual, constants)
+    by_pairs = product == torch.float16 and dtypes[2] in FLOAT8_FORMATS and formats[2] == "native"
+    return Plan(product, heads // kv_heads, width, unusual, constants, dtypes[1:3], by_pairs)
 
 
 def _reach_name(window: int | None, chunk: int | None, *, two_sided: bool) -> str:

@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 
 from .bounds import key_bounds, key_ranges, widened
-from .config import TileConfig, batch_kind, heads_per_tile, pieces_per_kv_head, tile_config
-from .launch import Launch, on_device_of, prepare
+from .config import TileConfig, batch_kind, heads_per_tile, is_prefill, pieces_per_kv_head, tile_config
+from .launch import NO_OWN_TOKENS, Launch, OwnTokens, on_device_of, own_tokens, prepare
 from .partials import launch_merge_tokens, partial_buffer, split_size, store_partial
 from .splits import MIN_SPLIT_KEYS, decode_num_splits, processor_count
 from .tile import (
-    attend,
+    all_columns,
+    attend_interval,
     head_scale,
     load_query,
     natural_lse,
@@ -102,6 +103,12 @@ def paged_attention_kernel(
     num_rows: tl.tensor,
     num_splits: tl.tensor,
     partial_ptr: tl.tensor,
+    new_k_ptr: tl.tensor,
+    new_v_ptr: tl.tensor,
+    new_k_token: tl.tensor,
+    new_k_head: tl.tensor,
+    new_v_token: tl.tensor,
+    new_v_head: tl.tensor,
     CAUSAL: tl.constexpr,
     REACH: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -123,6 +130,10 @@ def paged_attention_kernel(
     HEADS: tl.constexpr,
     PIECES: tl.constexpr,
     MIN_KEYS: tl.constexpr,
+    ALIKE: tl.constexpr,
+    NEW_ALIKE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SIGNED: tl.constexpr,
 ) -> None:
     HAS_ALIBI: tl.constexpr = alibi_ptr is not None
     # Where not, all rows of a tile see the same keys.
@@ -155,9 +166,11 @@ def paged_attention_kernel(
     head64 = head.to(tl.int64)
     position = context + token
 
-    q = load_query(q_ptr, token64 * q_token + head64 * q_head, keep, D, D_PAD, Q_FMT, DOT)
+    scale = scale * head_scale(k_scale_ptr, kv_head, k_scale_head)
+    q_rows = q_ptr + token64 * q_token + head64 * q_head
+    q, scale = load_query(q_rows, keep, scale, D, D_PAD, Q_FMT, DOT, SIGNED)
     row_max, row_sum = start_state(sink_ptr, head, keep_sink, SINK_FMT, PRECISE)
-    acc = no_values(M, DV_PAD, PRECISE)
+    acc, odd = no_values(M, DV_PAD, PRECISE, PAIRS)
     slope = row_max
     if HAS_ALIBI:
         slope = tl.load(alibi_ptr + head, mask=keep, other=0.0)
@@ -169,7 +182,6 @@ def paged_attention_kernel(
         v_ptr += q_begin.to(tl.int64) * v_slot
     else:
         table_ptr += row_or_0.to(tl.int64) * table_row
-    scale = scale * head_scale(k_scale_ptr, kv_head, k_scale_head)
 
     last = tl.minimum(first + Q, q_len) - 1
     low, high = key_bounds(position, seq_len, reach, CAUSAL, REACH)
@@ -180,36 +192,34 @@ def paged_attention_kernel(
     )  # fmt: skip
     start = begin // N * N
     stop = end
-    full_start = full_begin
     if partial_ptr is not None:
         size = split_size(end - start, num_splits, MIN_KEYS, N)
         start += tl.program_id(2) * size
         stop = tl.minimum(start + size, end)
-        full_start = tl.maximum(full_begin, start)
         full_end = tl.minimum(full_end, start + size)
-    if HAS_LOW:
-        acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q, position, low, high, slope, k_ptr, v_ptr, table_ptr,
-            start, tl.minimum(full_begin, stop), begin, end,
+    in_cache = True if new_k_ptr is None else context != 0
+    if in_cache:
+        acc, odd, row_max, row_sum = attend_interval(
+            acc, odd, row_max, row_sum, q, position, low, high, slope, k_ptr, v_ptr, table_ptr,
+            start, full_begin, full_end, stop, begin, end,
             scale, soft_cap, k_block, k_slot, v_block, v_slot,
-            True, BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
-            K_FMT, V_FMT, DOT, PRECISE,
+            BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
+            K_FMT, V_FMT, DOT, PRECISE, ALIKE, PAIRS,
         )  # fmt: skip
-    acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, position, low, high, slope, k_ptr, v_ptr, table_ptr,
-        full_start, full_end, begin, end,
-        scale, soft_cap, k_block, k_slot, v_block, v_slot,
-        False, BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
-        K_FMT, V_FMT, DOT, PRECISE,
-    )  # fmt: skip
-    acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q, position, low, high, slope, k_ptr, v_ptr, table_ptr,
-        tl.maximum(full_start, full_end), stop, begin, end,
-        scale, soft_cap, k_block, k_slot, v_block, v_slot,
-        True, BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
-        K_FMT, V_FMT, DOT, PRECISE,
-    )  # fmt: skip
+    if new_k_ptr is not None:  # noqa: SIM102
+        # One after the other the keys of a new sequence are found without a table.
+        if context == 0:
+            new_k_ptr += q_begin.to(tl.int64) * new_k_token + kv_head64 * new_k_head
+            new_v_ptr += q_begin.to(tl.int64) * new_v_token + kv_head64 * new_v_head
+            acc, odd, row_max, row_sum = attend_interval(
+                acc, odd, row_max, row_sum, q, position, low, high, slope, new_k_ptr, new_v_ptr, table_ptr,
+                start, full_begin, full_end, stop, begin, end,
+                scale, soft_cap, 0, new_k_token, 0, new_v_token,
+                BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, 0, N, D, DV, D_PAD, DV_PAD,
+                K_FMT, V_FMT, DOT, PRECISE, NEW_ALIKE, PAIRS,
+            )  # fmt: skip
 
+    acc = all_columns(acc, odd, M, DV_PAD, PAIRS)
     value_scale = head_scale(v_scale_ptr, kv_head, v_scale_head)
     if partial_ptr is None:
         rows = normalise(acc, row_sum) * value_scale
@@ -244,6 +254,8 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
     num_splits: int | None = 1,
     tile: TileConfig | None = None,
 ) -> None:
@@ -260,6 +272,10 @@ def paged_attention(
     block_table None: there is no cache. key_cache is key [T, Hk, D] and value_cache value
     [T, Hk, Dv], and a row's keys are its own tokens: query_start_loc[i] and the seq_lens[i] - 1
     after it, at most its query tokens. A window is two-sided there unless attention is causal.
+
+    key [T, Hk, D], value [T, Hk, Dv]: the new tokens' own, which the cache holds too. In batches of
+    long queries they are read in its place for rows without context, where they are of its dtype: they
+    lie one after the other.
 
     Masks are aligned bottom-right. Order: scale, soft-cap, alibi, mask, softmax with the sink
     in its denominator. Every row of output is written: zeros (and -inf in lse) for requests of
@@ -278,28 +294,35 @@ def paged_attention(
     plan, tokens, rows = launch.plan, launch.tokens, launch.rows
     if tokens == 0:
         return
+    kind = batch_kind(tokens, rows)
     if tile is None:
-        tile = tile_config(plan.product, plan.width, plan.group, batch_kind(tokens, rows))
+        tile = tile_config(plan.product, plan.width, plan.group, kind, launch.has_float8_keys)
+    own = NO_OWN_TOKENS
+    if key is not None and value is not None and block_table is not None and is_prefill(kind):
+        own = own_tokens(WHERE, launch, key, value)
     # One tile more for each row than its tokens fill, and one for tokens past the last row.
     tiles = tokens // (tile.block_m // heads_per_tile(plan.group, tile.block_m)) + rows + 1
     if num_splits is None:
         programs = tiles * launch.kv_heads * pieces_per_kv_head(plan.group, tile.block_m)
-        num_splits = decode_num_splits(programs, launch.max_keys, processor_count(query.device))
+        slots = tile.per_processor * processor_count(query.device)
+        num_splits = decode_num_splits(programs, launch.max_keys, slots)
     partial = partial_buffer(WHERE, query, launch, tokens, num_splits, None)
     with on_device_of(query):
-        _launch(launch, tile, tiles, num_splits, partial)
+        _launch(launch, own, tile, tiles, num_splits, partial)
         if partial is not None:
             launch_merge_tokens(launch, num_splits, partial)
 
 
 def _launch(
-    launch: Launch, tile: TileConfig, tiles: int, num_splits: int, partial: torch.Tensor | None
-) -> None:
+    launch: Launch, own: OwnTokens, tile: TileConfig, tiles: int, num_splits: int,
+    partial: torch.Tensor | None,
+) -> None:  # fmt: skip
     group = launch.plan.group
     pieces = pieces_per_kv_head(group, tile.block_m)
     paged_attention_kernel[(tiles, launch.kv_heads * pieces, num_splits)](
         *launch.tensors, *launch.numbers, launch.tokens, launch.rows, num_splits, partial,
-        **launch.plan.constants, M=tile.block_m, N=tile.block_n,
+        own.key, own.value, *own.strides, **launch.plan.constants, M=tile.block_m, N=tile.block_n,
         HEADS=heads_per_tile(group, tile.block_m), PIECES=pieces, MIN_KEYS=MIN_SPLIT_KEYS,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        ALIKE=launch.is_alike, NEW_ALIKE=own.is_alike, PAIRS=launch.reads_pairs(tile.block_m),
+        SIGNED=launch.is_signed, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

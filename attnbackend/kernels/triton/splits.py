@@ -6,26 +6,46 @@ kernel divides the real lengths by it at run time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+
+from .config import TileConfig
 
 MIN_SPLIT_KEYS = 256
 """Fewest keys worth a split of their own: below it merging costs more than it saves."""
 
 MAX_SPLITS = 128
-PROGRAMS_PER_PROCESSOR = 2
-"""Decode programs that fit on one multiprocessor at once (96 KiB of shared memory each)."""
 
 
-def decode_num_splits(num_programs: int, max_keys: int, num_processors: int) -> int:
+def decode_num_splits(num_programs: int, max_keys: int, num_slots: int) -> int:
     """Splits that fill the device in one wave.
 
-    `num_programs` = rows * kv heads (* pieces of a group): what runs without splitting;
-    `max_keys` = table width * block size; `num_processors` = multiprocessors of the device.
+    `num_programs` = rows * kv heads (* pieces of a group): what runs without splitting; `max_keys` =
+    table width * block size; `num_slots` = programs that the device runs at once.
     """
-    wanted = num_processors * PROGRAMS_PER_PROCESSOR // max(1, num_programs)
+    wanted = num_slots // max(1, num_programs)
     return max(1, min(wanted, max_keys // MIN_SPLIT_KEYS, MAX_SPLITS))
+
+
+def decode_shape(
+    tiles: Sequence[TileConfig], num_programs: int, max_keys: int, num_processors: int
+) -> tuple[TileConfig, int]:
+    """The tile, and its splits, whose waves of programs leave the least of the device idle.
+
+    Of tiles that do equally well it is the one with fewer waves, then the first.
+    """
+    best: tuple[tuple[float, int], TileConfig, int] | None = None
+    for tile in tiles:
+        slots = tile.per_processor * num_processors
+        splits = decode_num_splits(num_programs, max_keys, slots)
+        waves = -(-num_programs * splits // slots)
+        found = (round(num_programs * splits / max(1, waves * slots), 3), -waves), tile, splits
+        if best is None or found[0] > best[0]:
+            best = found
+    assert best is not None, "no tile to choose of"
+    return best[1], best[2]
 
 
 def decode_workspace_size(num_rows: int, num_heads: int, value_head_size: int, num_splits: int) -> int:

@@ -2,7 +2,8 @@
 
 Softmax is online: `acc` [M, DV] is the weighted sum of values, `row_max` [M] the greatest score
 so far, `row_sum` [M] the sum of base^(score - row_max). The base is 2, the hardware's own, where
-the query is of 16 bits.
+the query is of 16 bits. There scores are exact to one rounding of their exponent, whose common part
+cancels; beyond 2^30 it would overflow.
 
 PRECISE kernels, those of float32 queries, owe no less than plain PyTorch in float32, whose sums
 are cut in parts. Sums over a head or a sequence term by term in float32 were measured to err 3
@@ -19,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codec import decode, encode
+from .codec import decode, decode_pairs, encode
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -77,9 +78,20 @@ def start_state(
 
 
 @triton.jit
-def no_values(M: tl.constexpr, PAD: tl.constexpr, PRECISE: tl.constexpr) -> tl.tensor:
-    """Weighted sum of no values."""
-    return tl.zeros([M, PAD], tl.float64 if PRECISE else tl.float32)
+def no_values(M: tl.constexpr, PAD: tl.constexpr, PRECISE: tl.constexpr, PAIRS: tl.constexpr) -> tl.tensor:
+    """Weighted sum of no values, twice: of even and of odd columns where PAIRS."""
+    zeros = tl.zeros([M, PAD // 2 if PAIRS else PAD], tl.float64 if PRECISE else tl.float32)
+    return zeros, zeros
+
+
+@triton.jit
+def all_columns(
+    acc: tl.tensor, odd: tl.tensor, M: tl.constexpr, PAD: tl.constexpr, PAIRS: tl.constexpr
+) -> tl.tensor:
+    """[M, PAD] of even and odd columns."""
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, odd), [M, PAD])
+    return acc
 
 
 @triton.jit
@@ -98,28 +110,23 @@ def head_scale(scale_ptr: tl.tensor, kv_head: tl.tensor, stride: tl.tensor) -> t
 
 @triton.jit
 def load_rows(
-    ptr: tl.tensor,
-    offsets: tl.tensor,
-    keep: tl.tensor,
-    WIDTH: tl.constexpr,
-    PAD: tl.constexpr,
-    MASKED: tl.constexpr,
+    rows: tl.tensor, keep: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tensor:
-    """[N, PAD] rows at 64-bit `offsets`; zeros in the padding and, if MASKED, where not `keep`.
+    """[N, PAD] elements from the pointers `rows` on; zeros in the padding and, if MASKED, where not `keep`.
 
     Zeros, not whatever lies there: beyond the sequence memory may hold NaN, and 0 * NaN is NaN.
     """
     columns = tl.arange(0, PAD)
-    ptrs = ptr + offsets[:, None] + columns[None, :]
+    ptrs = rows[:, None] + columns[None, :]
     if MASKED and WIDTH != PAD:
-        rows = tl.load(ptrs, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
+        tile = tl.load(ptrs, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
     elif MASKED:
-        rows = tl.load(ptrs, mask=keep[:, None], other=0.0)
+        tile = tl.load(ptrs, mask=keep[:, None], other=0.0)
     elif WIDTH != PAD:
-        rows = tl.load(ptrs, mask=(columns < WIDTH)[None, :], other=0.0)
+        tile = tl.load(ptrs, mask=(columns < WIDTH)[None, :], other=0.0)
     else:
-        rows = tl.load(ptrs)
-    return rows
+        tile = tl.load(ptrs)
+    return tile
 
 
 @triton.jit
@@ -142,13 +149,24 @@ def find_pages(
 
 @triton.jit
 def key_offsets(
-    page: tl.tensor, key: tl.tensor, block_stride: tl.tensor, slot_stride: tl.tensor, S: tl.constexpr
+    page: tl.tensor,
+    begin: tl.tensor,
+    steps: tl.tensor,
+    block_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    S: tl.constexpr,
+    N: tl.constexpr,
 ) -> tl.tensor:
-    """64-bit offsets of keys in the blocks that `find_pages` gives for them."""
+    """64-bit offsets of the N keys from `begin` in the blocks that `find_pages` gives for them.
+
+    Written so that what is the same at each step can leave the loop.
+    """
     if S == 0:
-        offsets = key.to(tl.int64) * slot_stride
+        first = steps * 0 + begin
+        offsets = steps.to(tl.int64) * slot_stride + first.to(tl.int64) * slot_stride
     else:
-        offsets = page.to(tl.int64) * block_stride + (key % S).to(tl.int64) * slot_stride
+        slots = steps % S if N % S == 0 else (begin + steps) % S
+        offsets = slots.to(tl.int64) * slot_stride + page.to(tl.int64) * block_stride
     return offsets
 
 
@@ -166,9 +184,9 @@ def scores(
 ) -> tl.tensor:
     """Scores of q.k products [M, N], as exponents: scale, then soft-cap, then alibi."""
     UNIT: tl.constexpr = 1.0 if PRECISE else LOG2_E
-    result = product * (scale * UNIT)
+    result = product * (scale * UNIT)[:, None]
     if HAS_CAP:
-        result = soft_capped(result, product * (scale / soft_cap), soft_cap * UNIT, PRECISE)
+        result = soft_capped(result, product * (scale / soft_cap)[:, None], soft_cap * UNIT, PRECISE)
     if HAS_ALIBI:
         distance = tl.abs((key[None, :] - position[:, None]).to(tl.float32))
         result -= (slope * UNIT)[:, None] * distance
@@ -236,8 +254,15 @@ def visible(
 
 
 @triton.jit
+def scaled(x: tl.tensor, unit: tl.tensor, PLAIN: tl.constexpr) -> tl.tensor:
+    """x * unit where scores are PLAIN products; others have their unit already."""
+    return x * unit if PLAIN else x
+
+
+@triton.jit
 def attend(
     acc: tl.tensor,
+    odd: tl.tensor,
     row_max: tl.tensor,
     row_sum: tl.tensor,
     q: tl.tensor,
@@ -273,14 +298,20 @@ def attend(
     V_FMT: tl.constexpr,
     DOT: tl.constexpr,
     PRECISE: tl.constexpr,
+    ALIKE: tl.constexpr,
+    PAIRS: tl.constexpr,
 ) -> tl.tensor:
-    """Softmax state after the steps of N keys from `start` (a multiple of N) to `stop`.
+    """Softmax state after the steps of N keys from `start` (a multiple of N) to `stop`; `scale` [M] > 0.
 
     MASKED steps load only keys in [first_key, end_key) and mask what a row does not see (see
     `visible`); the others must lie where every row of the tile sees every key. `k_ptr` and
-    `v_ptr` point at the tile's kv head.
+    `v_ptr` point at the tile's kv head. ALIKE: their strides are the same. PAIRS: values are float8, of
+    which `acc` sums the even columns and `odd` the others.
     """
     SUM: tl.constexpr = acc.dtype
+    # Plain products are scaled together with the subtraction of their maximum, in one instruction.
+    PLAIN: tl.constexpr = not (HAS_CAP or HAS_ALIBI or PRECISE)
+    unit = scale * LOG2_E
     steps = tl.arange(0, N)
     # Block ids are read one step ahead. Read in the same step they would be a second level of
     # indirection, which halves the tiles of K and V that the compiler keeps in flight.
@@ -290,36 +321,131 @@ def attend(
         keep = (key >= first_key) & (key < end_key)
         here = page
         page = find_pages(table_ptr, begin + N, end_key, S, N)
-        k = load_rows(k_ptr, key_offsets(here, key, k_block, k_slot, S), keep, D, D_PAD, MASKED)
-        product = query_key_product(q, decode(k, K_FMT), DOT, PRECISE)
-        score = scores(product, position, key, scale, soft_cap, slope, HAS_CAP, HAS_ALIBI, PRECISE)
+        offsets = key_offsets(here, begin, steps, k_block, k_slot, S, N)
+        k = load_rows(k_ptr + offsets, keep, D, D_PAD, MASKED)
+        score = query_key_product(q, decode(k, K_FMT), DOT, PRECISE)
+        if not PLAIN:
+            score = scores(score, position, key, scale, soft_cap, slope, HAS_CAP, HAS_ALIBI, PRECISE)
         if MASKED:
             mask = visible(low, high, key, keep, BY_ROW, HAS_LOW)
             score = tl.where(mask, score, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(score, 1))
+        new_max = tl.maximum(row_max, scaled(tl.max(score, 1), unit, PLAIN))
         # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0.
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-        weight = power(score - pivot[:, None], PRECISE)
+        weight = power(scaled(score, unit[:, None], PLAIN) - pivot[:, None], PRECISE)
         shrink = power(row_max - pivot, PRECISE)
-        v = load_rows(v_ptr, key_offsets(here, key, v_block, v_slot, S), keep, DV, DV_PAD, MASKED)
-        acc = add_values(acc, shrink, weight, decode(v, V_FMT), DOT, PRECISE)
+        if not ALIKE:
+            offsets = key_offsets(here, begin, steps, v_block, v_slot, S, N)
+        if PAIRS:
+            rows = (v_ptr + offsets).to(tl.pointer_type(tl.int16))
+            pairs = load_rows(rows, keep, DV // 2, DV_PAD // 2, MASKED)
+            v, v_odd = decode_pairs(pairs, v_ptr.dtype.element_ty)
+            odd = add_values(odd, shrink, weight, v_odd, DOT, PRECISE)
+        else:
+            v = decode(load_rows(v_ptr + offsets, keep, DV, DV_PAD, MASKED), V_FMT)
+        acc = add_values(acc, shrink, weight, v, DOT, PRECISE)
         row_sum = row_sum * shrink.to(SUM) + tl.sum(weight.to(SUM), 1)
         row_max = new_max
-    return acc, row_max, row_sum
+    return acc, odd, row_max, row_sum
+
+
+@triton.jit
+def attend_interval(
+    acc: tl.tensor,
+    odd: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    q: tl.tensor,
+    position: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    slope: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    start: tl.tensor,
+    full_start: tl.tensor,
+    full_stop: tl.tensor,
+    stop: tl.tensor,
+    first_key: tl.tensor,
+    end_key: tl.tensor,
+    scale: tl.tensor,
+    soft_cap: tl.tensor,
+    k_block: tl.tensor,
+    k_slot: tl.tensor,
+    v_block: tl.tensor,
+    v_slot: tl.tensor,
+    BY_ROW: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    S: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    K_FMT: tl.constexpr,
+    V_FMT: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISE: tl.constexpr,
+    ALIKE: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> tl.tensor:
+    """`attend` from `start` to `stop`, in whole steps without masks from `full_start` to `full_stop`."""
+    if HAS_LOW:
+        acc, odd, row_max, row_sum = attend(
+            acc, odd, row_max, row_sum, q, position, low, high, slope, k_ptr, v_ptr, table_ptr,
+            start, tl.minimum(full_start, stop), first_key, end_key,
+            scale, soft_cap, k_block, k_slot, v_block, v_slot,
+            True, BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
+            K_FMT, V_FMT, DOT, PRECISE, ALIKE, PAIRS,
+        )  # fmt: skip
+    acc, odd, row_max, row_sum = attend(
+        acc, odd, row_max, row_sum, q, position, low, high, slope, k_ptr, v_ptr, table_ptr,
+        tl.maximum(full_start, start), full_stop, first_key, end_key,
+        scale, soft_cap, k_block, k_slot, v_block, v_slot,
+        False, BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
+        K_FMT, V_FMT, DOT, PRECISE, ALIKE, PAIRS,
+    )  # fmt: skip
+    acc, odd, row_max, row_sum = attend(
+        acc, odd, row_max, row_sum, q, position, low, high, slope, k_ptr, v_ptr, table_ptr,
+        tl.maximum(tl.maximum(full_start, start), full_stop), stop, first_key, end_key,
+        scale, soft_cap, k_block, k_slot, v_block, v_slot,
+        True, BY_ROW, HAS_LOW, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
+        K_FMT, V_FMT, DOT, PRECISE, ALIKE, PAIRS,
+    )  # fmt: skip
+    return acc, odd, row_max, row_sum
 
 
 @triton.jit
 def load_query(
-    q_ptr: tl.tensor,
-    offsets: tl.tensor,
+    rows: tl.tensor,
     keep: tl.tensor,
+    scale: tl.tensor,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     Q_FMT: tl.constexpr,
     DOT: tl.constexpr,
+    SIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """[M, D_PAD] queries in the product's dtype, zeros in rows that are not `keep`."""
-    return decode(load_rows(q_ptr, offsets, keep, D, D_PAD, True), Q_FMT).to(DOT)
+    """(queries [M, D_PAD] in the products' dtype, scales [M]): zeros in rows that are not `keep`.
+
+    Scales are above 0, so that the greatest score has the greatest product; queries change their sign
+    with a scale below 0, if SIGNED: untouched queries go to wgmma from shared memory, others are read
+    from there again at each step. A scale of 0 becomes one that no product notices: 0 times the -inf of a
+    masked key would be NaN. bfloat16 queries of float16 products are scaled by a power of two, to below 4.
+    """
+    q = decode(load_rows(rows, keep, D, D_PAD, True), Q_FMT)
+    if SIGNED:
+        q = tl.where(scale < 0, -q, q)
+    scales = tl.zeros(keep.shape, tl.float32) + tl.abs(scale)
+    if DOT == tl.float16 and q.dtype == tl.bfloat16:  # noqa: SIM300 (a constexpr compares from the left)
+        wide = q.to(tl.float32)
+        exponent = tl.maximum(tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23, 1)
+        q = wide * (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)[:, None]
+        scales *= (tl.minimum(exponent, 253) << 23).to(tl.float32, bitcast=True)
+    return q.to(DOT), tl.maximum(scales, 1e-37)
 
 
 @triton.jit
