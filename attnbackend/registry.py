@@ -236,6 +236,8 @@ def backend_path(name: str) -> str:
     Raises:
         ValueError: no such name.
     """
+    if COMPOSED in name:
+        return f" {COMPOSED} ".join(map(backend_path, _two_parts(name)))
     entry = _entries().get(name)
     if entry is None and name not in _BUILT_IN:
         raise _unknown(name)

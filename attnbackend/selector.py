@@ -14,6 +14,7 @@ from attnbackend.backend import AttentionBackend
 from attnbackend.config import ForcedBackend, forced_backend, library_choices
 from attnbackend.platforms import Platform, backend_priorities, current_platform
 from attnbackend.registry import (
+    COMPOSED,
     BackendName,
     any_case_name,
     backend_key,
@@ -270,6 +271,11 @@ def backend_verdict(name: str, config: AttentionSelectorConfig) -> Verdict:
         except (ImportError, OSError) as error:
             missing = Unavailable(value=_cause(error), allowed="an importable class")
             return Verdict((), missing, None)
+        except ValueError as error:
+            if COMPOSED not in name:
+                raise
+            apart = Unavailable(value=str(error), allowed="two backends over one cache")
+            return Verdict((), apart, None)
         constraints = tuple(cls.validate_configuration(config))
         try:
             found = cls.unavailable_reason(config.device_type)

@@ -42,6 +42,8 @@ def fill_order(device_type, capability=None, use_mla=False, **claims_of):
 
     order = backend_priorities(Platform(device_type, capability), use_mla=False)
     for name in order:
+        if "+" in name:  # made of the two that it names
+            continue
         register_backend(name)(make_backend(name, **claims_of.get(name, {})))
     return asked, order
 
@@ -53,7 +55,7 @@ def fill_order(device_type, capability=None, use_mla=False, **claims_of):
     ("device_type", "capability", "first"),
     [
         ("cuda", (8, 0), "FLASH_ATTN"),
-        ("cuda", (9, 0), "FLASH_ATTN"),
+        ("cuda", (9, 0), "FLASH_ATTN+TRITON_ATTN"),
         ("cuda", (10, 0), "FLASHINFER"),
         ("cuda", (12, 0), "FLASH_ATTN"),
         ("xpu", None, "FLASH_ATTN"),
@@ -81,8 +83,17 @@ def test_those_that_cannot_serve_are_passed_over_and_named():
     chosen = select_backend(asked)
     assert chosen.name == "TRITON_ATTN"
     assert chosen.because == (
-        "the first that can serve in the order for cuda; FLASH_ATTN, FLASHINFER cannot serve"
+        "the first that can serve in the order for cuda; FLASH_ATTN+TRITON_ATTN, FLASH_ATTN, FLASHINFER "
+        "cannot serve"
     )
+
+
+def test_two_that_cannot_share_a_cache_are_passed_over_together():
+    shape = {"get_kv_cache_shape": staticmethod(lambda *args: (1, 2, 3))}
+    asked, _ = fill_order("cuda", (9, 0), TRITON_ATTN=shape)
+    assert select_backend(asked).name == "FLASH_ATTN"
+    with pytest.raises(ValueError, match=r"FLASH_ATTN\+TRITON_ATTN.*cannot be composed"):
+        select_backend(asked, backend="FLASH_ATTN+TRITON_ATTN")
 
 
 def test_a_third_party_name_is_never_chosen_unasked():
