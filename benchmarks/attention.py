@@ -28,18 +28,17 @@ from attnbackend.forward_context import ForwardContext, set_forward_context
 from attnbackend.ops.generate import backend_op
 from attnbackend.ops.library import ATTENTION
 from benchmarks.attention_grid import GRID, QUICK, Inputs, Point, make_inputs
-from benchmarks.attention_sides import PLANS, SIDES, Run, Unserved
+from benchmarks.attention_plot import draw
+from benchmarks.attention_sides import DIRECT, OURS, PLANS, Run, Unserved
+from benchmarks.attention_torch import cudnn_sdpa, torch_varlen
 from benchmarks.environment import describe_environment
 from benchmarks.timing import take_turns
 
 CALLS, REPLAYS, EAGER_CALLS = 10, 5, 30
 """Calls in one graph, replays of it a round, and calls of an eager loop."""
-_PAIRS = {
-    "FLASH_ATTN": "fa3_direct",
-    "FLASHINFER": "flashinfer_direct",
-    "TRITON_ATTN": "vllm_triton",
-    "FLASH_ATTN+FLASHINFER": "flashinfer_direct",
-}
+PEERS = {**DIRECT, "cudnn_sdpa": cudnn_sdpa, "torch_varlen": torch_varlen}
+SIDES = {**OURS, **PEERS}
+_PAIRS = {"FLASH_ATTN": "fa3_direct", "FLASHINFER": "flashinfer_direct", "TRITON_ATTN": "vllm_triton"}
 
 
 def main() -> None:
@@ -58,6 +57,8 @@ def main() -> None:
             record = {"environment": _environment(), "ceilings": ceilings, "points": results}
             Path(options.json).write_text(json.dumps(record, indent=1))
     _print_summary(results)
+    if options.plot:
+        draw({"environment": _environment(), "points": results}, Path(options.plot))
 
 
 def _options() -> argparse.Namespace:
@@ -68,6 +69,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-eager", action="store_true", help="graphs only")
     parser.add_argument("--json", default="", help="file for the figures, written after every point")
+    parser.add_argument("--plot", default="", help="PNG of the speeds over the fastest peer's")
     return parser.parse_args()
 
 
@@ -152,7 +154,9 @@ def _expected(point: Point, inputs: Inputs) -> tuple[slice, Tensor]:
 def _judge(run: Run, output: Tensor, rows: slice, expected: Tensor, point: Point) -> None:
     """Raises AssertionError where the output is not all written, or wrong; tests judge how exact it is."""
     output.fill_(float("nan"))
-    run()
+    result = run()
+    if result is not None:
+        output.copy_(result.reshape(output.shape))
     torch.cuda.synchronize()
     assert bool(output.isfinite().all()), "the output was left NaN in places"
     allowed = (0.02 if point.kv_cache_dtype == "auto" else 0.1) * float(expected.abs().max())
@@ -203,6 +207,13 @@ def _eager_medians(runs: Mapping[str, Run], rounds: int) -> dict[str, float]:
 def _ratios(graph_us: dict[str, float], point: Point, ceilings: dict[str, float]) -> dict[str, Any]:
     pairs = {a: b for a, b in _PAIRS.items() if a in graph_us and b in graph_us}
     found: dict[str, Any] = {"over_direct": {a: graph_us[a] / graph_us[b] for a, b in pairs.items()}}
+    peers = {name: us for name, us in graph_us.items() if name in PEERS}
+    if peers:
+        best = min(peers, key=peers.__getitem__)
+        found["best_peer"] = best
+        found["speed_of_best_peer"] = {
+            name: peers[best] / us for name, us in graph_us.items() if name in OURS
+        }
     share = {}
     for name, us in graph_us.items():
         if point.is_decode:
@@ -217,11 +228,12 @@ def _print(result: dict[str, Any]) -> None:
     print(f"\n{result['point']}")
     for name, us in sorted(result["graph_us"].items(), key=lambda item: item[1]):
         eager = result.get("eager_us", {}).get(name)
-        ratio = result["over_direct"].get(name)
+        ratio, fast = result["over_direct"].get(name), result.get("speed_of_best_peer", {})
         print(
             f"  {name:24}{us:10.1f} us  {result['share_of_ceiling'][name]:6.1%}"
             + (f"  eager {eager:9.1f} us" if eager is not None else "")
             + (f"  {ratio:.3f} of {_PAIRS[name]}" if ratio is not None else "")
+            + (f"  {fast[name]:.2f}x of the best peer" if name in fast else "")
         )
     for name, why in result["refused"].items():
         print(f"  {name:24}not measured: {why}")
@@ -237,6 +249,12 @@ def _print_summary(results: list[dict[str, Any]]) -> None:
             print(
                 f"  {name:24}{mean:.4f} over {_PAIRS[name]} ({len(ratios)} points, worst {max(ratios):.3f})"
             )
+    print("speed over the fastest peer of each point: geometric mean, and the least")
+    for name in OURS:
+        speeds = [r["speed_of_best_peer"][name] for r in results if name in r.get("speed_of_best_peer", {})]
+        if speeds:
+            mean, least = statistics.geometric_mean(speeds), min(speeds)
+            print(f"  {name:24}{mean:.3f}x ({len(speeds)} points, least {least:.3f}x)")
 
 
 if __name__ == "__main__":
