@@ -1,4 +1,4 @@
-"""The picture of a result of `benchmarks.attention`: `python -m benchmarks.attention_plot FILE.json FILE.png`."""
+"""The picture of a result file of `benchmarks.attention`."""
 
 from __future__ import annotations
 
