@@ -20,7 +20,7 @@ from attnbackend.ops.library import ATTENTION
 from attnbackend.selector import backend_reasons
 from benchmarks.attention_grid import Inputs, Point
 
-__all__ = ["DIRECT", "OURS", "PLANS", "Run", "Unserved"]
+__all__ = ["DIRECT", "OURS", "PLANS", "Run", "Unserved", "flashinfer_plan"]
 
 Run = Callable[[], Tensor | None]
 """Writes the output, or gives a result of as many elements that nobody copies while it is timed."""
@@ -107,6 +107,18 @@ def fa3_direct(point: Point, inputs: Inputs, output: Tensor) -> Run:
 
 def flashinfer_direct(point: Point, inputs: Inputs, output: Tensor) -> Run:
     """FlashInfer's wrapper for the phase: decode on tensor cores, or the best prefill for the device."""
+    wrapper, plan = _flashinfer(point, inputs)
+    plan()
+    sides = tuple(inputs.kv_cache.unbind(1))
+    return lambda: wrapper.run(inputs.query, sides, out=output)
+
+
+def flashinfer_plan(point: Point, inputs: Inputs) -> Callable[[], None]:
+    """The plan of the same wrapper."""
+    return _flashinfer(point, inputs)[1]
+
+
+def _flashinfer(point: Point, inputs: Inputs) -> tuple[Any, Callable[[], None]]:
     try:
         import flashinfer
     except ImportError as error:
@@ -121,17 +133,14 @@ def flashinfer_direct(point: Point, inputs: Inputs, output: Tensor) -> Run:
         "kv_data_type": resolve_kv_cache_dtype(point.kv_cache_dtype, torch.bfloat16),
     }
     if point.is_decode:
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, use_cuda_graph=True, use_tensor_cores=True, paged_kv_indptr_buffer=indptr.cuda(),
             paged_kv_indices_buffer=indices, paged_kv_last_page_len_buffer=last.cuda(),
         )  # fmt: skip
-        wrapper.plan(indptr, indices, last, *shape, **types)
-    else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace)
-        starts = inputs.common.query_start_loc_cpu
-        wrapper.plan(starts, indptr, indices, last, *shape, causal=True, **types)
-    sides = tuple(inputs.kv_cache.unbind(1))
-    return lambda: wrapper.run(inputs.query, sides, out=output)
+        return decode, lambda: decode.plan(indptr, indices, last, *shape, **types)
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace)
+    starts = inputs.common.query_start_loc_cpu
+    return prefill, lambda: prefill.plan(starts, indptr, indices, last, *shape, causal=True, **types)
 
 
 def _page_lists(point: Point, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
