@@ -167,7 +167,7 @@ def test_layouts_differ_in_strides_only() -> None:
 def test_strided_tensors_are_views_of_a_fused_buffer() -> None:
     batch = make_batch(replace(CASE, strided_tensors=True))
     assert batch.query.stride() == batch.key.stride() == ((4 + 2 + 2) * 32, 32, 1)
-    assert batch.output.stride() == (5 * 32, 32, 1)
+    assert batch.output.stride() == (6 * 32, 32, 1)
     assert make_batch(CASE).query.is_contiguous()
 
 
@@ -266,8 +266,8 @@ def test_a_padding_row_left_unwritten_fails(row: int) -> None:
 def test_writing_past_a_strided_output_fails() -> None:
     batch = filled(replace(CASE, strided_tensors=True))
     assert batch.output._base is not None
-    batch.output._base[0, 4] = 0.0
-    with pytest.raises(AssertionError, match="output: the op wrote past the 4 heads"):
+    batch.output._base[0, 5] = 0.0
+    with pytest.raises(AssertionError, match="output: the op wrote beside the 4 heads"):
         assert_attention_within_rule(batch)
 
 

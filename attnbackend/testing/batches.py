@@ -25,6 +25,7 @@ from attnbackend.testing.reference import (
     reference_attention,
 )
 from attnbackend.testing.reference_cache import reference_kv_cache_update, store_in_format
+from attnbackend.testing.rounding import float32_spread
 from attnbackend.types import AttentionType
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "make_batch",
     "op_kwargs",
     "op_positional",
+    "rounding_spread",
     "yardstick_attention",
 ]
 
@@ -95,7 +97,7 @@ def make_batch(case: AttentionCase, device: torch.device | str = "cpu") -> Paged
         kv_buffer=buffer,
         output=output,
         lse=lse,
-        block_table=plan.block_table(case.num_rows).to(device),
+        block_table=_to_device_as_is(_block_table(case, plan), device),
         k_scale=None if k_scale is None else k_scale.to(device),
         v_scale=None if v_scale is None else v_scale.to(device),
         **{name: x.to(device) for name, x in batch_metadata(case, plan).items()},
@@ -160,12 +162,14 @@ def expected_attention(batch: PagedBatch) -> tuple[Tensor, Tensor]:
     return _dense(batch, reference_attention)
 
 
-def yardstick_attention(batch: PagedBatch, *, in_order: bool = False) -> tuple[Tensor, Tensor]:
-    """The same by plain PyTorch in the query's dtype (LSE float32), on the CPU.
+def yardstick_attention(batch: PagedBatch) -> tuple[Tensor, Tensor]:
+    """The same by plain PyTorch in the query's dtype (LSE float32), on the CPU."""
+    return _dense(batch, plain_torch_attention)
 
-    ``in_order`` sums element after element instead of as torch's matrix product does.
-    """
-    return _dense(batch, DenseAttention(exact=False, in_order=True) if in_order else plain_torch_attention)
+
+def rounding_spread(batch: PagedBatch) -> tuple[Tensor, Tensor]:
+    """How far plain float32 may stray from `expected_attention`, of each element; see `testing.rounding`."""
+    return _dense(batch, float32_spread)
 
 
 def _dense(batch: PagedBatch, attend: DenseAttention) -> tuple[Tensor, Tensor]:
@@ -237,9 +241,9 @@ def _token_tensors(
     scales: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """query, key and value of all new tokens, NaN on padding, views of one buffer if strided."""
-    widths = [case.num_heads, case.num_kv_heads, case.num_kv_heads]
+    widths = [case.num_kv_heads, case.num_heads, case.num_kv_heads]
     fused = torch.full((case.num_tokens, sum(widths), case.head_size), torch.nan, dtype=case.dtype)
-    query, key, value = torch.split(fused, widths, dim=1)
+    key, query, value = torch.split(fused, widths, dim=1)
     start = 0
     for query_len, sequence in zip(case.query_lens, sequences, strict=True):
         rows = slice(start, start + query_len)
@@ -266,11 +270,22 @@ def _new_tokens(case: AttentionCase, x_LKD: Tensor, query_len: int, scale: Tenso
 
 
 def _poisoned_outputs(case: AttentionCase, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    extra = int(case.strided_tensors)
-    shape = (case.num_tokens, case.num_heads + extra, case.head_size)
+    before, around = (1, 2) if case.strided_tensors else (0, 0)
+    shape = (case.num_tokens, case.num_heads + around, case.head_size)
     output = torch.full(shape, torch.nan, dtype=case.dtype, device=device)
     lse = torch.full(shape[:2], torch.nan, device=device) if case.lse else None
-    return output[:, : case.num_heads], None if lse is None else lse[:, : case.num_heads]
+    own = slice(before, before + case.num_heads)
+    return output[:, own], None if lse is None else lse[:, : case.num_heads]
+
+
+def _block_table(case: AttentionCase, plan: PagePlan) -> Tensor:
+    """Of a strided case, columns of a wider table, as the first of an engine's buffer are."""
+    table_RW = plan.block_table(case.num_rows)
+    if not case.strided_tensors:
+        return table_RW
+    wider_RW = torch.full((case.num_rows, table_RW.shape[1] + 5), plan.spare, dtype=torch.int32)
+    wider_RW[:, : table_RW.shape[1]] = table_RW
+    return wider_RW[:, : table_RW.shape[1]]
 
 
 def _alibi_slopes(case: AttentionCase) -> Tensor | None:

@@ -52,7 +52,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["RuleReport", "assert_within_rule", "ulp_at"]
+__all__ = ["RuleReport", "assert_within_rule", "assert_within_spread", "ulp_at"]
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,40 @@ def assert_within_rule(
     if not worst.within:
         raise AssertionError(str(worst))
     return worst
+
+
+def assert_within_spread(
+    actual: Tensor, exact_f64: Tensor, spread: Tensor, *, factor: float = 2.0, what: str = "output"
+) -> RuleReport:
+    """The rule with the yardstick's error known for each element: float32, see `testing.rounding`.
+
+    Args:
+        actual, exact_f64, factor, what: as of :func:`assert_within_rule`.
+        spread: the yardstick's error, float64 of the same shape; 0 where it makes none.
+
+    Returns:
+        The report of the element with the largest ratio.
+
+    Raises:
+        AssertionError: as :func:`assert_within_rule`, each element judged alone.
+    """
+    if actual.shape != exact_f64.shape:
+        raise AssertionError(f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact_f64.shape)}")
+    got, exact = (x.detach().cpu().to(torch.float64) for x in (actual, exact_f64))
+    _assert_special_values(got, exact, exact + spread, what)
+    got, exact = (x.masked_fill(exact == -torch.inf, 0.0) for x in (got, exact))
+    ulps = torch.finfo(actual.dtype).eps * exact.abs()
+    errors, allowed = (got - exact).abs(), factor * spread + ulps
+    worst = int((errors / allowed).nan_to_num(nan=0.0).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), errors.shape))
+    found = (float(x[index]) for x in (errors, spread, ulps, allowed))
+    error, yardstick_error, ulp, limit = found
+    report = RuleReport(
+        what, error, yardstick_error, ulp, limit, index, float(got[index]), float(exact[index])
+    )
+    if not report.within:
+        raise AssertionError(str(report))
+    return report
 
 
 def ulp_at(magnitude: float, dtype: torch.dtype) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,16 +12,36 @@ import torch
 from attnbackend.backend import AttentionBackend
 from attnbackend.selector import AttentionSelectorConfig
 from attnbackend.testing.cases import AttentionCase
-from attnbackend.testing.conformance.batch_shapes import BATCHES, LARGE_BATCHES, MIXED
+from attnbackend.testing.conformance.batch_shapes import (
+    BATCHES,
+    DECODE,
+    LARGE_BATCHES,
+    MIXED,
+    ONE_REQUEST,
+    UNEVEN_DECODE,
+)
 from attnbackend.testing.conformance.case import ConformanceCase
-from attnbackend.testing.conformance.features import Feature, claimed_features
+from attnbackend.testing.conformance.feature import Feature
+from attnbackend.testing.conformance.features import claimed_features
 from attnbackend.testing.conformance.kinds import fit_to_batch
+from attnbackend.testing.conformance.pairs import PAIRS
 from attnbackend.testing.conformance.sizes import pick_size
 
 __all__ = ["CaseGenerator", "config_of"]
 
-_LARGE = ("plain", "newest_key", "window_edge", "everything")
+_LARGE_QUICK = ("plain", "window_edge", "window_far", "everything")
+_LARGE = (
+    *_LARGE_QUICK,
+    "newest_key",
+    "window_over_pages",
+    "soft_cap",
+    "alibi",
+    "sinks",
+    "everything_strided",
+)
 """Features that run over `LARGE_BATCHES` too."""
+_PAIRS = (MIXED, DECODE, ONE_REQUEST, "page_edges", UNEVEN_DECODE)
+"""Batches of two features together."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +56,23 @@ class CaseGenerator:
 
     @cached_property
     def features(self) -> dict[str, Feature]:
-        return {feature.name: feature for feature in claimed_features(self.backend)}
+        """By name; quick: without those in pairs."""
+        found = claimed_features(self.backend)
+        return {f.name: f for f in found if not (self.quick and f.claim == PAIRS)}
 
     def pairs(self) -> Iterator[ConformanceCase]:
         """Every feature over every batch; quick: each feature over one, and all batches with all features."""
-        for name in self.features:
-            batches: Iterable[str] = BATCHES
-            if self.quick and name not in ("plain", "everything"):
-                batches = (MIXED,)
-            for batch in batches:
-                yield from self.case(name, batch)
-            if name in _LARGE and not (self.quick and name == "newest_key"):
-                yield from self.some(*((name, batch) for batch in LARGE_BATCHES))
+        for name, feature in self.features.items():
+            yield from self.some(*((name, batch) for batch in self._batches(feature)))
+
+    def _batches(self, feature: Feature) -> Iterator[str]:
+        if not self.quick:
+            small = _PAIRS if feature.claim == PAIRS else (*BATCHES, UNEVEN_DECODE)
+            return iter(dict.fromkeys((*small, *(LARGE_BATCHES if feature.name in _LARGE else ()))))
+        if feature.name in ("plain", "everything"):
+            return iter((*BATCHES, *LARGE_BATCHES))
+        small = (DECODE,) if feature.claim == "heads" else (MIXED,)
+        return iter((*small, *(LARGE_BATCHES if feature.name in _LARGE_QUICK else ())))
 
     def some(self, *pairs: tuple[str, str], **changes: Any) -> Iterator[ConformanceCase]:
         """Cases of (feature, batch), those left out that the backend does not claim."""

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from attnbackend.backend import AttentionBackend
 from attnbackend.kv_cache import KV_CACHE_DTYPES
+from attnbackend.testing.conformance.feature import Feature
 from attnbackend.testing.conformance.kinds import SPANS
+from attnbackend.testing.conformance.pairs import paired_features
 from attnbackend.testing.conformance.sizes import probing_sizes
 from attnbackend.types import AttentionType, KVCacheLayout, describe
 
-__all__ = ["Feature", "claimed_features"]
-
-
-@dataclass(frozen=True)
-class Feature:
-    """Changes of an `AttentionCase` that probe one claim."""
-
-    name: str
-    claim: str
-    """Row of the report's matrix."""
-    changes: dict[str, Any] = field(default_factory=dict, hash=False)
-    needs: tuple[str, ...] = ()
-    """Boolean claims without which the case makes no sense."""
-
-    def is_claimed_by(self, backend: type[AttentionBackend]) -> bool:
-        kind = self.changes.get("attn_type", AttentionType.DECODER)
-        return backend.supports_attn_type(kind) and all(getattr(backend, claim) for claim in self.needs)
+__all__ = ["claimed_features"]
 
 
 _WINDOW = ("supports_sliding_window",)
@@ -51,9 +36,14 @@ _FIXED = (
     Feature("multi_query", "heads", {"num_heads": 4, "num_kv_heads": 1}),
     Feature("group_of_three", "heads", {"num_heads": 9, "num_kv_heads": 3}),
     Feature("no_groups", "heads", {"num_heads": 3, "num_kv_heads": 3}),
+    Feature("group_of_seven", "heads", {"num_heads": 14, "num_kv_heads": 2}),
+    Feature("group_of_sixteen", "heads", {"num_heads": 16, "num_kv_heads": 1}),
     Feature("value_is_head", "heads", {"num_heads": 8, "num_kv_heads": 4, "probe": "value_is_head"}),
     Feature("window", "sliding_window", {"sliding_window": 7}, _WINDOW),
     Feature("window_edge", "sliding_window", {"sliding_window": 7, "probe": "window_edge"}, _WINDOW),
+    Feature("window_of_a_page", "sliding_window", {"sliding_window": 16}, _WINDOW),
+    Feature("window_over_pages", "sliding_window", {"sliding_window": 37, "probe": "window_edge"}, _WINDOW),
+    Feature("window_far", "sliding_window", {"sliding_window": 600, "probe": "window_edge"}, _WINDOW),
     Feature("window_of_one", "sliding_window", {"sliding_window": 1}, _WINDOW),
     Feature("window_wider_than_all", "sliding_window", {"sliding_window": 4096}, _WINDOW),
     Feature("soft_cap", "logits_soft_cap", {"logits_soft_cap": 5.0, "probe": "soft_cap"}, _CAP),
@@ -96,16 +86,17 @@ def claimed_features(backend: type[AttentionBackend]) -> Iterator[Feature]:
     for feature in _FIXED:
         if feature.is_claimed_by(backend):
             yield feature
-    yield _everything(backend)
+    yield from _everything(backend)
     if KVCacheLayout.HND in backend.supported_layouts:
         yield Feature("hnd", "layout", {"layout": "HND"})
         yield Feature("hnd_layers_interleaved", "layout", {"layout": "HND", "num_layers": 2})
     yield from _sizes(backend)
     yield from _types(backend)
+    yield from paired_features(backend)
 
 
-def _everything(backend: type[AttentionBackend]) -> Feature:
-    """All that the backend claims at once."""
+def _everything(backend: type[AttentionBackend]) -> Iterator[Feature]:
+    """All that the backend claims at once, and once more in memory that is shared with others."""
     asked: dict[str, dict[str, Any]] = {
         "supports_sliding_window": {"sliding_window": 9},
         "supports_logits_soft_cap": {"logits_soft_cap": 8.0},
@@ -113,7 +104,10 @@ def _everything(backend: type[AttentionBackend]) -> Feature:
         "supports_alibi": {"use_alibi": True},
     }
     changes = {k: v for claim, part in asked.items() if getattr(backend, claim) for k, v in part.items()}
-    return Feature("everything", "all at once", changes)
+    yield Feature("everything", "all at once", changes)
+    wider = {"sliding_window": 70} if "sliding_window" in changes else {}
+    apart = {"strided_tensors": True, "num_layers": 2, "layout": backend.supported_layouts[-1].value}
+    yield Feature("everything_strided", "all at once", {**changes, **wider, **apart})
 
 
 def _sizes(backend: type[AttentionBackend]) -> Iterator[Feature]:

@@ -19,14 +19,16 @@ from attnbackend.testing.conformance.checks.plan import Plan
 from attnbackend.testing.conformance.checks.refusal import Refusal
 from attnbackend.testing.conformance.checks.scales import Scales
 from attnbackend.testing.conformance.checks.state_audit import StateAudit
+from attnbackend.testing.conformance.checks.stateless import Stateless
 
 __all__ = ["CHECKS", "Check"]
 
 CHECKS: dict[str, Check] = {
     check.name: check
     for check in (
-        Refusal(), CacheWrites(), Numerics(), CrossReading(), Scales(), LSE(), Padding(), Determinism(),
-        Plan(), HostSync(), Overflow(), StateAudit(), OpCheck(), Compiled(), Export(), Graphs(),
+        Refusal(), CacheWrites(), Numerics(), CrossReading(), Scales(), LSE(), Padding(), Stateless(),
+        Determinism(), Plan(), HostSync(), Overflow(), StateAudit(), OpCheck(), Compiled(), Export(),
+        Graphs(),
     )
 }  # fmt: skip
 """By name."""

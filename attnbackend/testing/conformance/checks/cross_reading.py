@@ -14,8 +14,8 @@ from attnbackend.testing.conformance.batch_shapes import MIXED
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator, config_of
 from attnbackend.testing.conformance.checks.base import Check
-from attnbackend.testing.conformance.judge import judge
 from attnbackend.testing.conformance.subject import Subject
+from attnbackend.testing.judgement import assert_attention_within_rule
 
 __all__ = ["CrossReading"]
 
@@ -48,7 +48,7 @@ class CrossReading(Check):
             write(batch)
             read(batch)
             try:
-                judge(batch)
+                assert_attention_within_rule(batch)
             except AssertionError as error:
                 findings.append(f"{what}: {error}")
         return findings

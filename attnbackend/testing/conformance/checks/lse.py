@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from attnbackend.ops.merge import merge_attn_states
-from attnbackend.testing.batches import PagedBatch, expected_attention, yardstick_attention
+from attnbackend.testing.batches import PagedBatch, expected_attention
 from attnbackend.testing.conformance.bits import same_bits
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
 from attnbackend.testing.conformance.subject import Subject
-from attnbackend.testing.tolerance import assert_within_rule
+from attnbackend.testing.judgement import assert_attention_within_rule
 
 __all__ = ["LSE"]
 
@@ -92,14 +92,9 @@ def _merged(subject: Subject, batch: PagedBatch) -> list[str]:
         _run(subject, batch, batch.seq_lens - first, batch.block_table[:, pages:].contiguous()),
     ]
     merged = merge_attn_states(*parts[0], *parts[1])
-    findings = []
-    for what, got, exact, yardstick in zip(
-        ("merged output", "merged LSE"), merged, expected_attention(batch), yardstick_attention(batch),
-        strict=True,
-    ):  # fmt: skip
-        try:
-            # Twice the usual factor: two roundings, of the parts and of their sum.
-            assert_within_rule(got, exact, yardstick, factor=4.0, what=what)
-        except AssertionError as error:
-            findings.append(str(error))
-    return findings
+    try:
+        # Twice the usual factor: two roundings, of the parts and of their sum.
+        assert_attention_within_rule(replace(batch, output=merged[0], lse=merged[1]), factor=4.0)
+    except AssertionError as error:
+        return [f"merged {error}"]
+    return []

@@ -13,10 +13,10 @@ from attnbackend.testing.batches import PagedBatch
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
-from attnbackend.testing.conformance.judge import judge
 from attnbackend.testing.conformance.outcome import Skipped
 from attnbackend.testing.conformance.planned import params_of
 from attnbackend.testing.conformance.subject import Subject
+from attnbackend.testing.judgement import assert_attention_within_rule
 
 __all__ = ["Overflow"]
 
@@ -49,7 +49,7 @@ class Overflow(Check):
             if limit is None:
                 raise
             return ()
-        judge(replace(batch, output=far.output, lse=far.lse))
+        assert_attention_within_rule(replace(batch, output=far.output, lse=far.lse))
         return ()
 
 

@@ -12,9 +12,9 @@ from attnbackend._torch_compat import fake_mode
 from attnbackend.testing.conformance.case import ConformanceCase, RefusalCase
 from attnbackend.testing.conformance.cases import CaseGenerator, config_of
 from attnbackend.testing.conformance.checks.base import Check
-from attnbackend.testing.conformance.judge import judge
 from attnbackend.testing.conformance.subject import Subject
 from attnbackend.testing.conformance.unclaimed import unclaimed
+from attnbackend.testing.judgement import assert_attention_within_rule
 
 __all__ = ["Refusal"]
 
@@ -83,7 +83,7 @@ def _silently_wrong(subject: Subject, case: RefusalCase) -> Iterator[str]:
     except ValueError:
         return
     try:
-        judge(batch)
+        assert_attention_within_rule(batch)
     except AssertionError as error:
         yield (
             f"a cache of the unclaimed layout {batch.case.layout} is neither refused nor read right; check "

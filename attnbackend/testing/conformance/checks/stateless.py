@@ -1,0 +1,110 @@
+"""Nothing of an earlier call may decide a later one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnbackend.testing.batches import PagedBatch
+from attnbackend.testing.cases import AttentionCase
+from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED
+from attnbackend.testing.conformance.case import ConformanceCase
+from attnbackend.testing.conformance.cases import CaseGenerator
+from attnbackend.testing.conformance.checks.base import Check
+from attnbackend.testing.conformance.subject import Subject
+from attnbackend.testing.judgement import assert_attention_within_rule
+
+__all__ = ["Stateless"]
+
+_FEATURES = ("plain", "everything", "ranges")
+_FURTHER = ("no_lse", "alibi", "sinks", "encoder_only", "cross", "hnd")
+"""Not in a quick run."""
+
+
+class Stateless(Check):
+    name = "stateless"
+    proves = (
+        "Later calls, with other contents in the same memory or the same contents elsewhere, are right too."
+    )
+
+    def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
+        scaled = [name for name in generate.features if "float32_cache_fp8" in name][:1]
+        per_head = [n for n, f in generate.features.items() if f.claim == "per_head_quant_scales"][:1]
+        further = () if generate.quick else (*_FURTHER, *per_head)
+        for feature in (*_FEATURES, *scaled, *further):
+            one = DECODE if feature == "everything" else MIXED
+            batches = (one,) if generate.quick else (DECODE, MIXED)
+            written = feature == "cross"  # no call of the writer adds to an encoder's keys
+            yield from generate.some(*((feature, batch) for batch in batches), new_tokens_written=written)
+        if generate.backend.supports_query_scale:
+            for case in generate.case("plain", DECODE, new_tokens_written=False):
+                yield replace(case, id=f"query_scale-{case.id}", feature="query_scale")
+
+    def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
+        first, other = subject.batch(case.attention), _changed(subject, case.attention)
+        elsewhere = subject.batch(case.attention)
+        findings = []
+        for what, contents, memory, q_scale in (
+            ("the first call", first, first, 0.25),
+            ("other contents in the memory of the first call", other, first, 0.5),
+            ("the contents of the first call elsewhere", elsewhere, elsewhere, 0.25),
+        ):
+            batch = contents if contents is memory else _put_in(memory, contents)
+            try:
+                _write_and_judge(subject, batch, q_scale if case.feature == "query_scale" else None)
+            except AssertionError as error:
+                findings.append(f"{what}: {error}")
+        return findings
+
+
+def _write_and_judge(subject: Subject, batch: PagedBatch, q_scale: float | None) -> None:
+    if batch.case.writes_new_tokens:
+        subject.run_write(batch)
+    batch.poison_outputs()
+    extras: dict[str, Any] = {}
+    if q_scale is not None:
+        extras["q_scale"] = torch.full((1,), q_scale, device=subject.device)
+    subject.run_forward(batch, **extras)
+    scale = batch.case.softmax_scale * (1.0 if q_scale is None else q_scale)
+    assert_attention_within_rule(replace(batch, case=replace(batch.case, scale=scale)))
+
+
+def _changed(subject: Subject, case: AttentionCase) -> PagedBatch:
+    """Tensors of the same shapes with other contents: requests in reverse, other data and scales."""
+    ranges = case.bidirectional_ranges
+    batch = subject.batch(
+        replace(
+            case, seed=case.seed + 1, query_lens=case.query_lens[::-1], context_lens=case.context_lens[::-1],
+            bidirectional_ranges=None if ranges is None else ranges[::-1],
+            k_scale=_halved(case.k_scale), v_scale=_halved(case.v_scale),
+        )
+    )  # fmt: skip
+    return batch if batch.alibi_slopes is None else replace(batch, alibi_slopes=batch.alibi_slopes.flip(0))
+
+
+def _halved(scale: float | tuple[float, ...] | None) -> float | tuple[float, ...] | None:
+    """Heads in reverse too."""
+    if isinstance(scale, tuple):
+        return tuple(x / 2 for x in reversed(scale))
+    return None if scale is None else scale / 2
+
+
+def _put_in(memory: PagedBatch, contents: PagedBatch) -> PagedBatch:
+    """``contents`` in the tensors of ``memory``."""
+    found: dict[str, Any] = {}
+    for name in (field.name for field in fields(memory)):
+        target, source = getattr(memory, name), getattr(contents, name)
+        if isinstance(target, Tensor):
+            _copy_bits(target, source)
+            found[name] = target
+    return replace(contents, **found)
+
+
+def _copy_bits(target: Tensor, source: Tensor) -> None:
+    if source.dtype.itemsize == 1:
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target.copy_(source)

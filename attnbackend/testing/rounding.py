@@ -1,0 +1,95 @@
+"""How far honest float32 arithmetic strays from float64, as a distribution and not as one draw.
+
+The relative rule of :mod:`attnbackend.testing.tolerance` compares two largest errors. In float32 both are
+luck: where one key decides a row, all of its outputs inherit the rounding of one dot product, so a batch of
+few rows has a handful of independent errors, and of two honest results one is often more than twice as far
+off as the other. But what each is a draw from is known. With ``u = 2**-24``, and roundings that are
+independent and of mean zero (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis",
+SIAM J. Sci. Comput. 41(5), 2019), each rounding has at most the variance ``(u * value)**2 / 3``, and a sum of
+n terms a_i, added one by one, has on average over their orders
+
+    (u**2 / 3) * (n + 1) * (sum(a_i**2) / 6 + sum(a_i)**2 / 3)
+
+since a partial sum of i terms has the second moment i/n * (1 - (i-1)/(n-1)) * sum(a**2) + i(i-1)/(n(n-1)) *
+sum(a)**2. These variances are carried through logits, softmax and weighted sum. Three standard deviations
+are the yardstick's error, of which the rule allows twice as much. Sums in lanes, tiles or trees stray less.
+
+Shape suffixes: as in :mod:`attnbackend.testing.reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from attnbackend.testing.reference import (
+    AttentionFeatures,
+    DenseAttention,
+    _Request,
+    _softmax_with_sink,
+)
+
+__all__ = ["float32_spread"]
+
+_SIGMAS = 3.0
+"""A normal variable is beyond twice as many with probability 2e-9: once in 500 million elements."""
+_ROUNDING = 2.0**-48 / 3
+"""Variance of one rounding of 1."""
+_EXP = 48 * _ROUNDING
+"""Of the exponential, off by 2**-22 at most: what PTX documents of ex2.approx.f32."""
+
+
+class _Float32Spread(DenseAttention):
+    """Gives the yardstick's errors of output and LSE in the places of output and LSE."""
+
+    def _attend(
+        self, query: Tensor, requests: Iterable[_Request], asked: AttentionFeatures
+    ) -> tuple[Tensor, Tensor]:
+        out_THD = query.new_zeros(query.shape, dtype=torch.float64)
+        lse_TH = out_THD.new_zeros(query.shape[:2])
+        for request in requests:
+            s_HNL = self._logits(request, asked, torch.float64)
+            p_HNL, lse_HN = _softmax_with_sink(s_HNL, asked.sinks)
+            lse_HN = lse_HN.masked_fill(lse_HN == -torch.inf, 0.0)
+            off_HNL = _EXP + self._exponent_variance(request, asked, s_HNL, lse_HN)
+            out_HND, log_HN = _carried(p_HNL, off_HNL, request.v_LHD.transpose(0, 1), asked.sinks is not None)
+            log_HN = log_HN + 4 * _ROUNDING * (1 + lse_HN**2)
+            out_THD[request.rows] = _SIGMAS * out_HND.sqrt().transpose(0, 1)
+            lse_TH[request.rows] = _SIGMAS * log_HN.sqrt().transpose(0, 1)
+        return out_THD, lse_TH
+
+    def _exponent_variance(
+        self, request: _Request, asked: AttentionFeatures, s_HNL: Tensor, lse_HN: Tensor
+    ) -> Tensor:
+        """Of the dot product, and of what is done to it: scale, cap, alibi, less the maximum."""
+        q_HND, k_HDL = request.q_NHD.transpose(0, 1) * asked.scale, request.k_LHD.permute(1, 2, 0)
+        dot_HNL, squares_HNL = q_HND @ k_HDL, q_HND**2 @ k_HDL**2
+        seen_HNL = s_HNL.masked_fill(s_HNL == -torch.inf, 0.0)
+        largest_HN1 = seen_HNL.abs().amax(-1, keepdim=True).maximum(lse_HN.abs().unsqueeze(-1))
+        after_HN1 = 4 * (asked.logits_soft_cap**2 + largest_HN1**2)
+        stretched_HNL = _ROUNDING * (2 * squares_HNL + after_HN1)
+        return _sum_variance(dot_HNL, squares_HNL, q_HND.shape[2]) + stretched_HNL
+
+
+def _sum_variance(total: Tensor, squares: Tensor, terms: int) -> Tensor:
+    """Of a sum that is ``total``, of terms whose squares sum up to ``squares``, each a rounded product."""
+    return _ROUNDING * ((terms + 1) * (squares / 6 + total**2 / 3) + squares)
+
+
+def _carried(p_HNL: Tensor, off_HNL: Tensor, v_HLD: Tensor, has_sink: bool) -> tuple[Tensor, Tensor]:
+    """Variances of the output [H, N, D] and of the log of the denominator [H, N]."""
+    terms = p_HNL.shape[-1] + has_sink
+    out_HND, squares_HND = p_HNL @ v_HLD, p_HNL**2 @ v_HLD**2
+    moved_HNL = p_HNL**2 * off_HNL
+    # sum of moved * (v - out)**2, multiplied out
+    spread_HND = moved_HNL @ v_HLD**2 - 2 * out_HND * (moved_HNL @ v_HLD)
+    spread_HND = (spread_HND + out_HND**2 * moved_HNL.sum(-1, keepdim=True)).clamp(min=0.0)
+    log_HN = _sum_variance(p_HNL.new_ones(()), (p_HNL**2).sum(-1), terms)
+    var_HND = spread_HND + _sum_variance(out_HND, squares_HND, terms) + out_HND**2 * log_HN.unsqueeze(-1)
+    return var_HND, moved_HNL.sum(-1) + log_HN
+
+
+float32_spread = _Float32Spread(exact=True)
+"""As `reference_attention`: (yardstick's error of the output [T, H, D], of the LSE [T, H]), float64."""
