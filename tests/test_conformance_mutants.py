@@ -13,7 +13,10 @@ WITHOUT_A_MUTANT = {"export", "graphs"}
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_named_check_rejects(name: str) -> None:
     mutant = MUTANTS[name]
-    report = check_backend(mutant.backend(), only=[mutant.caught_by], quick=True, stop_at_first=True)
+    report = check_backend(
+        mutant.backend(), only=[mutant.caught_by], case=mutant.shown_by or "*",
+        quick=mutant.shown_by is None, stop_at_first=True,
+    )  # fmt: skip
     assert [failure.check for failure in report.failures] == [mutant.caught_by], mutant.fault
 
 

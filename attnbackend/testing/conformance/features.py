@@ -32,6 +32,7 @@ _FIXED = (
     Feature("plain", "plain"),
     Feature("newest_key", "plain", {"probe": "newest_key"}),
     Feature("another_scale", "plain", {"scale": 0.3}),
+    Feature("large_logits", "plain", {"scale": 8.0}),
     Feature("no_lse", "plain", {"lse": False}),
     Feature("multi_query", "heads", {"num_heads": 4, "num_kv_heads": 1}),
     Feature("group_of_three", "heads", {"num_heads": 9, "num_kv_heads": 3}),

@@ -27,7 +27,7 @@ class CacheWrites(Check):
         unwritten = {"new_tokens_written": False, "raw_new_tokens": True}
         for name, feature in generate.features.items():
             if name == "plain":
-                for batch in BATCHES:
+                for batch in (*BATCHES, "long_prompt", "many_requests"):
                     yield from generate.case(name, batch, **unwritten)
             elif feature.claim in _ABOUT_MEMORY:
                 yield from generate.some((name, MIXED), (name, PADDED), **unwritten)

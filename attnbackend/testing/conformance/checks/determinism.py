@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED
+from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED, UNEVEN_DECODE
 from attnbackend.testing.conformance.bits import differing, same_bits
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
@@ -22,7 +22,13 @@ class Determinism(Check):
     proves = "Where is_deterministic is claimed, equal calls give equal bits."
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
-        yield from generate.some(("plain", MIXED), ("everything", MIXED), ("plain", DECODE))
+        yield from generate.some(
+            ("plain", MIXED),
+            ("everything", MIXED),
+            ("plain", DECODE),
+            ("plain", UNEVEN_DECODE),
+            ("no_lse", UNEVEN_DECODE),
+        )
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
         if not subject.backend.is_deterministic:

@@ -54,7 +54,7 @@ class Plan(Check):
         longest = max(large.case.query_lens) if level is AttentionCGSupport.ALWAYS else 0
         findings: list[str] = []
         before: dict[str, Tensor] = {}
-        for what, batch in (("large", large), ("small", small), ("large again", large)):
+        for what, batch in (("first", small), ("large", large), ("small", small), ("large again", large)):
             common = buffers.fill(batch)
             plan = builder.build(0, common.replace(max_query_len=max(longest, common.max_query_len)))
             findings += _unplanned_differs(subject, batch, buffers, plan, what)

@@ -14,7 +14,7 @@ from attnbackend.testing.batches import (
     rounding_spread,
     yardstick_attention,
 )
-from attnbackend.testing.conformance.batch_shapes import MIXED, PADDED
+from attnbackend.testing.conformance.batch_shapes import MIXED, ONE_REQUEST, PADDED
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
@@ -38,8 +38,8 @@ class Scales(Check):
         for claim in ("query_scale", "output_scale", "output_block_scale"):
             if getattr(generate.backend, f"supports_{claim}"):
                 for feature in features:
-                    batch = PADDED if feature == "plain" else MIXED
-                    for case in generate.case(feature, batch):
+                    batches = (PADDED, ONE_REQUEST) if feature == "plain" else (MIXED,)
+                    for case in generate.some(*((feature, batch) for batch in batches)):
                         yield replace(case, id=f"{claim}-{case.id}", feature=claim)
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:

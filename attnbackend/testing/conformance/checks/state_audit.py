@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED, PADDED
+from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED, ONE_REQUEST, PADDED
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
@@ -22,9 +22,9 @@ class StateAudit(Check):
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
         fp8 = next((n for n in generate.features if "float32_cache_fp8" in n), "hnd")
         yield from generate.some(
-            ("plain", MIXED), ("everything", PADDED), ("hnd", DECODE), ("layers_interleaved", DECODE),
-            ("strided_tensors", MIXED), (fp8, DECODE), ("ranges", MIXED), ("encoder_only", PADDED),
-            ("cross", MIXED), new_tokens_written=False,
+            ("plain", MIXED), ("no_lse", ONE_REQUEST), ("everything", PADDED), ("hnd", DECODE),
+            ("layers_interleaved", DECODE), ("strided_tensors", MIXED), (fp8, DECODE), ("ranges", MIXED),
+            ("encoder_only", PADDED), ("cross", MIXED), new_tokens_written=False,
         )  # fmt: skip
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:

@@ -23,6 +23,8 @@ class Mutant:
     """Name of the check that must reject it, whatever other checks do."""
     impl: type[HonestImpl] = HonestImpl
     builder: type[HonestBuilder] = HonestBuilder
+    shown_by: str | None = None
+    """Cases of a full run that show it, as a pattern; None: a quick run does."""
     claims: dict[str, Any] = field(default_factory=dict, hash=False)
     """Class attributes over those of the honest backend."""
 
