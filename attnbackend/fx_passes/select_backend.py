@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -10,18 +12,43 @@ from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, 
 from attnbackend.fx_passes.choices import BackendChoice, Site, choose_backend
 from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
 from attnbackend.fx_passes.shape_range import ShapeRange
-from attnbackend.ops.agnostic import attention, kv_cache_update
+from attnbackend.ops.agnostic import (
+    attention,
+    kv_cache_update,
+    mla_attention,
+    mla_kv_cache_update,
+    mla_mixed_attention,
+)
 from attnbackend.ops.bind import attention_config, update_config
-from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
 from attnbackend.ops.generate import backend_of_op, backend_op
-from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, OpRole
-from attnbackend.selector import Selection
+from attnbackend.ops.library import (
+    ATTENTION,
+    KV_CACHE_UPDATE,
+    MLA_ATTENTION,
+    MLA_CACHE_UPDATE,
+    MLA_MIXED,
+    OpRole,
+)
+from attnbackend.ops.mla_bind import mla_config
+from attnbackend.selector import AttentionSelectorConfig, Selection
 
 __all__ = ["BackendChoice", "SelectBackend"]
 
 
+_READERS: dict[Any, tuple[OpRole, Callable[..., AttentionSelectorConfig]]] = {
+    attention: (ATTENTION, attention_config),
+    mla_attention: (MLA_ATTENTION, mla_config),
+    mla_mixed_attention: (MLA_MIXED, mla_config),
+}
+"""Agnostic op -> the role of a backend's own, and what a call asks of a backend."""
+_WRITERS: dict[Any, tuple[OpRole, Callable[..., AttentionSelectorConfig]]] = {
+    kv_cache_update: (KV_CACHE_UPDATE, update_config),
+    mla_kv_cache_update: (MLA_CACHE_UPDATE, mla_config),
+}
+
+
 class SelectBackend(GraphPass):
-    """Swaps ``attention`` and ``kv_cache_update`` for the ops of the backend that serves each node.
+    """Swaps the agnostic ops for those of the backend that serves each node.
 
     A cache write follows the attention that reads the same cache, and stays agnostic where the backend has
     no writer of its own. Since all ops of a role share one schema, only the node's target changes.
@@ -36,25 +63,23 @@ class SelectBackend(GraphPass):
     def run(self, graph_module: GraphModule) -> PassReport:
         found = list(find_ops(graph_module.graph))
         tokens = ShapeRange.of(graph_module)
-        readers = {op.node: self._select_reader(op, tokens) for op in found if op.op is attention}
-        done = [_swap(op, readers[op.node], ATTENTION) for op in found if op.op is attention]
+        readers = {op.node: self._select(op, *_READERS[op.op], tokens) for op in found if op.op in _READERS}
+        done = [_swap(op, readers[op.node], _READERS[op.op][0]) for op in found if op.op in _READERS]
         for op in found:
-            if op.op is kv_cache_update:
-                selection = _reader_of(op, readers) or self._select_writer(op, tokens)
-                done.append(_swap(op, selection, KV_CACHE_UPDATE))
+            if op.op in _WRITERS:
+                selection = _reader_of(op, readers) or self._select(op, *_WRITERS[op.op], tokens)
+                done.append(_swap(op, selection, _WRITERS[op.op][0]))
         done += [miss for op in found if (miss := _named_already(op))]
         changes = tuple(x for x in done if isinstance(x, Change))
         if changes:
             graph_module.recompile()
         return PassReport(self.name, changes, tuple(x for x in done if isinstance(x, NearMiss)))
 
-    def _select_reader(self, op: OpNode, tokens: ShapeRange) -> Selection:
-        call = AttentionCall(**{name: tensor_of(a) for name, a in op.arguments().items()})
-        return choose_backend(self.backend, attention_config(call), Site.of(op.node, tokens))
-
-    def _select_writer(self, op: OpNode, tokens: ShapeRange) -> Selection:
-        call = KVCacheUpdateCall(**{name: tensor_of(a) for name, a in op.arguments().items()})
-        return choose_backend(self.backend, update_config(call), Site.of(op.node, tokens))
+    def _select(
+        self, op: OpNode, role: OpRole, config_of: Callable[..., AttentionSelectorConfig], tokens: ShapeRange
+    ) -> Selection:
+        call = role.call(**{name: tensor_of(a) for name, a in op.arguments().items()})
+        return choose_backend(self.backend, config_of(call), Site.of(op.node, tokens))
 
 
 def _swap(op: OpNode, selection: Selection, role: OpRole) -> Change | NearMiss:

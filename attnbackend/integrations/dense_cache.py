@@ -31,18 +31,22 @@ def attend_dense(
 
     Args:
         query: [B, H, N, D].
-        key, value: [B, K, L, D].
+        key: [B, K, L, D].
+        value: [B, K, L, V], no wider than the keys; latent attention's are narrower.
         mask: bool [B, L], False where padded, or int32 [B, 1 or 2, L], positions and numbers of ranges, -1
             for none; None where nothing is padded. Padding may be anywhere.
         features: keyword arguments of the attention op.
         attn_type: what the keys are to the queries.
 
     Returns:
-        [B, N, H, D]; zeros at padded queries, except in cross attention.
+        [B, N, H, V]; zeros at padded queries, except in cross attention.
 
     Raises:
         ValueError: padding between tokens together with a sliding window.
     """
+    if lacking := key.shape[-1] - value.shape[-1]:
+        wide = torch.nn.functional.pad(value, (0, lacking))
+        return attend_dense(query, key, wide, mask, features, attn_type)[..., : value.shape[-1]]
     keys = _Keys.of(mask)
     keys.check_holes(features["sliding_window"])
     q_BNHD, k_BLKD, v_BLKD = (x.transpose(1, 2) for x in (query, key, value))

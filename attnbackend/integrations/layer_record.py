@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnbackend.integrations.dense_masks import ATTN_IMPLEMENTATION
+from attnbackend.integrations.latent_attention import is_latent_module, latent_layer
 from attnbackend.integrations.mask_patterns import LocalMask
 from attnbackend.runtime.served_model import AttentionLayer
 from attnbackend.selector import AttentionSelectorConfig
@@ -72,7 +73,9 @@ class Recorder:
             if asked.key is key and asked.value is value:
                 self.sharing[module] = other
                 break
-        self.asked[module] = _Asked(_layer_of(query, key, features), key, value)
+        of_latents = is_latent_module(module)
+        layer = latent_layer(module, query, features) if of_latents else _layer_of(query, key, features)
+        self.asked[module] = _Asked(layer, key, value)
 
     def _check(
         self, module: nn.Module, query: Tensor, value: Tensor, mask: Tensor | None, features: dict[str, Any]
@@ -86,7 +89,7 @@ class Recorder:
                 "serve causal decoders alone: run the model itself with attn_implementation="
                 f"{ATTN_IMPLEMENTATION!r}"
             )
-        if value.shape[-1] != query.shape[-1]:
+        if value.shape[-1] != query.shape[-1] and not is_latent_module(module):
             raise ValueError(
                 f"{where} has values of head size {value.shape[-1]} and queries of {query.shape[-1]}; "
                 "they must be equal"

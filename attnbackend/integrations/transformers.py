@@ -31,6 +31,13 @@ from attnbackend.integrations.dense_masks import (
     listener,
     make_mask,
 )
+from attnbackend.integrations.latent_attention import (
+    BATCH,
+    LatentCalls,
+    adopt_latent_module,
+    is_latent_module,
+    release_latent_module,
+)
 from attnbackend.integrations.layer_record import Recorder, chunk_size_of
 from attnbackend.layers.merged_linears import merge_linears
 from attnbackend.layers.packed_linear import pack_linears, unpack_linears
@@ -42,7 +49,6 @@ from attnbackend.types import AttentionType
 
 __all__ = ["ATTN_IMPLEMENTATION", "TransformersModel", "attention_forward"]
 
-_BATCH = "attnbackend_batch"
 _BOUND = "attnbackend_layer"
 _CHUNK = "attnbackend_chunk"
 _OWNER = "attnbackend_owner"
@@ -68,7 +74,7 @@ def attention_forward(
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "causal": bool(causal),
         "sliding_window": sliding_window, "logits_soft_cap": softcap or 0.0, "sinks": s_aux,
     }  # fmt: skip
-    batch = kwargs.get(_BATCH)
+    batch = kwargs.get(BATCH)
     if isinstance(batch, BatchTensors):
         features["attention_chunk_size"] = getattr(module, _CHUNK, None)
         layer: BoundLayer = getattr(module, _BOUND)
@@ -80,7 +86,7 @@ def attention_forward(
     if isinstance(batch, Recorder):
         features["attention_chunk_size"] = chunk_size_of(module, sliding_window)
         batch.ask(module, query, key, value, attention_mask, features)
-        return torch.zeros_like(query.transpose(1, 2)), None
+        return torch.zeros_like(query.transpose(1, 2)[..., : value.shape[-1]]), None
     mask = DenseMask.of(attention_mask)
     features["causal"] = features["causal"] or mask.is_causal
     features["attention_chunk_size"] = None
@@ -180,6 +186,8 @@ class TransformersModel:
         for name, layer in layers.items():
             setattr(modules[name], _BOUND, layer)
             setattr(modules[name], _CHUNK, self._modules[modules[name]].config.attention_chunk_size)
+            if is_latent_module(modules[name]):
+                adopt_latent_module(modules[name], layer)
         self._first = next((modules[name], layer) for name, layer in layers.items())
         if self.device.type == "cpu":
             self.packing = pack_linears(self.model, max_bytes=free_memory(self.device) // 2)
@@ -231,7 +239,7 @@ class TransformersModel:
         stand_in = {self._cache_argument: _Positions(positions)} if self._cache_argument else {}
         return self.model(
             input_ids=input_ids[None], position_ids=positions[None], attention_mask=self._no_mask,
-            use_cache=False, logits_to_keep=logits_indices, **{_BATCH: batch}, **stand_in,
+            use_cache=False, logits_to_keep=logits_indices, **{BATCH: batch}, **stand_in,
         )  # fmt: skip
 
 
@@ -265,7 +273,7 @@ class _CompiledLayer:
     layer: nn.Module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.run if isinstance(kwargs.get(_BATCH), BatchTensors) else run_module
+        run = self.run if isinstance(kwargs.get(BATCH), BatchTensors) else run_module
         return run(self.layer, *args, **kwargs)
 
 
@@ -275,6 +283,7 @@ def _release(model: nn.Module, owner: object = None) -> None:
         return
     model.__dict__.pop(_OWNER, None)
     for module in model.modules():
+        release_latent_module(module)
         for name in (_BOUND, _CHUNK):
             if hasattr(module, name):
                 delattr(module, name)
@@ -321,19 +330,20 @@ def _check_model(model: Any) -> None:
 
 def _record_layers(model: TransformersModel) -> Recorder:
     """Runs the model on two tokens with masks and attention that only note what they are asked for."""
-    recorder = Recorder()
+    recorder, latent = Recorder(), LatentCalls(model.model)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     token = listener.set(recorder)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), latent:
             model.model(
                 input_ids=tokens,
                 attention_mask=torch.ones_like(tokens),
                 use_cache=False,
-                **{_BATCH: recorder},
+                **{BATCH: recorder},
             )
     finally:
         listener.reset(token)
+    latent.check()
     if not recorder.asked:
         raise ValueError(
             f"{type(model.model).__name__} did not call its attention interface and cannot be served"

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnbackend._torch_compat import register_namedtuple
 from attnbackend.ops import attention, kv_cache_update
 
-__all__ = ["BatchTensors", "BoundLayer", "write_and_attend"]
+__all__ = ["BatchTensors", "BoundLayer", "DecodeTensors", "write_and_attend"]
 
 
 class BatchTensors(NamedTuple):
@@ -28,7 +28,17 @@ class BatchTensors(NamedTuple):
     """int32 [R, W]."""
 
 
-register_namedtuple(BatchTensors)
+class DecodeTensors(BatchTensors):
+    """A batch in which no request brings more than one token.
+
+    Layers of latent attention then compile to their latent form: right for any batch, fast for such.
+    """
+
+    __slots__ = ()
+
+
+for _batch in (BatchTensors, DecodeTensors):
+    register_namedtuple(_batch)
 
 
 class BoundLayer(NamedTuple):

@@ -26,7 +26,7 @@ from attnbackend.cudagraph import (
     plan_tensors,
 )
 from attnbackend.forward_context import ForwardContext, set_forward_context
-from attnbackend.impl import AttentionParams
+from attnbackend.impl import AttentionParams, MLADims
 from attnbackend.kv_cache import (
     AttentionSpec,
     allocate_kv_cache,
@@ -123,6 +123,7 @@ class ModelRunner:
         self.num_blocks = options.num_blocks or _blocks_that_fit(
             self.groups, self.max_seq_len, options, self.device
         )
+        self._has_latents = any(group.params.mla is not None for group in self.groups)
         self.kv_caches = self._allocate()
         limits = BatchLimits(options.max_num_seqs, options.max_num_batched_tokens, self.max_seq_len)
         self._builders: list[AttentionMetadataBuilder[Any]] = [
@@ -161,17 +162,24 @@ class ModelRunner:
             self.graphs.capture(padding)
 
     def warm_up(self) -> None:
-        """Compiles what serving will need: a graph for many tokens and one for a single token."""
-        with no_duck_shapes():
-            for tokens in (2, 1):
-                self.execute(self._padding_batch(min(tokens, self.options.max_num_batched_tokens)))
+        """Compiles what serving will need: a graph for many tokens and one for a single token.
 
-    def _padding_batch(self, tokens: int) -> PreparedBatch:
-        """One request of ``tokens`` tokens that has no place in the cache: nothing is written."""
+        Latent attention has a graph of its own for many tokens of as many requests.
+        """
+        most = min(2, self.options.max_num_batched_tokens)
+        with no_duck_shapes():
+            for tokens in (most, 1):
+                self.execute(self._padding_batch(tokens))
+            if self._has_latents and self.options.max_num_seqs > 1:
+                self.execute(self._padding_batch(most, num_reqs=most))
+
+    def _padding_batch(self, tokens: int, num_reqs: int = 1) -> PreparedBatch:
+        """Requests of ``tokens`` tokens together that have no place in the cache: nothing is written."""
         reqs, width = self.options.max_num_seqs, -(-self.max_seq_len // self.block_size)
         ints = partial(torch.zeros, dtype=torch.int32)
         starts_cpu, lens_cpu = ints(reqs + 1), ints(reqs)
         starts_cpu[1:] = tokens
+        starts_cpu[:num_reqs] = torch.arange(num_reqs)
         on_device = partial(torch.zeros, dtype=torch.int64, device=self.device)
         return PreparedBatch(
             input_ids=on_device(tokens),
@@ -184,11 +192,11 @@ class ModelRunner:
             query_start_loc_cpu=starts_cpu,
             seq_lens_cpu=lens_cpu,
             is_prefilling_cpu=torch.zeros(reqs, dtype=torch.bool),
-            num_reqs=1,
+            num_reqs=num_reqs,
             num_decodes=0,
             num_tokens=tokens,
             num_padded_tokens=tokens,
-            max_query_len=tokens,
+            max_query_len=tokens - num_reqs + 1,
             max_seq_len=0,
             sampled_rows=(0,),
             request_ids=("warm-up",),
@@ -199,7 +207,8 @@ class ModelRunner:
         logits = None if self.graphs is None else self.graphs.run(batch)
         if logits is not None:
             return logits
-        inputs = inputs_of(batch, batch.num_tokens, len(batch.seq_lens), batch.num_sampled)
+        decode_only = self._has_latents and batch.max_query_len <= 1
+        inputs = inputs_of(batch, batch.num_tokens, len(batch.seq_lens), batch.num_sampled, decode_only)
         common = self._builder_input(batch, inputs, batch.num_tokens, batch.max_query_len)
         return self._forward(inputs, self._context(common))
 
@@ -283,7 +292,8 @@ class ModelRunner:
 
     def _bound_layers(self) -> dict[str, BoundLayer]:
         dtype = self.options.kv_cache_dtype
-        scaled = resolve_kv_cache_dtype(dtype, self.model.dtype).itemsize == 1
+        kept = resolve_kv_cache_dtype(dtype, self.model.dtype)
+        scaled = kept.itemsize == 1 and kept.is_floating_point
         one = torch.ones(1, device=self.device) if scaled else None
         return {
             name: BoundLayer(self.kv_caches[name], dtype, i, one, one, name not in group.owners)
@@ -324,7 +334,7 @@ def _group_layers(layers: Mapping[str, AttentionLayer], options: RunnerOptions) 
         _check_layer(name, layer.config)
         config = replace(layer.config, block_size=options.block_size, kv_cache_dtype=options.kv_cache_dtype)
         backend = select_backend(config, backend=options.backend).backend
-        grouped.setdefault((backend, _params(config, layer.scale)), []).append(name)
+        grouped.setdefault((backend, _params(config, layer.scale, layer.mla)), []).append(name)
     owners = _cache_owners(layers, grouped)
     return [
         LayerGroup(b, p, spec_of(p), tuple(names), {n: owners[n] for n in names if n in owners})
@@ -345,14 +355,14 @@ def _check_layer(name: str, config: AttentionSelectorConfig) -> None:
             )
 
 
-def _params(config: AttentionSelectorConfig, scale: float) -> AttentionParams:
+def _params(config: AttentionSelectorConfig, scale: float, mla: MLADims | None) -> AttentionParams:
     assert config.block_size is not None
     return AttentionParams(
         num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_size=config.head_size,
         dtype=config.dtype, kv_cache_dtype=config.kv_cache_dtype, block_size=config.block_size,
         device_type=config.device_type, scale=scale, causal=config.causal,
         sliding_window=config.sliding_window, attention_chunk_size=config.attention_chunk_size,
-        logits_soft_cap=config.logits_soft_cap, attn_type=config.attn_type,
+        logits_soft_cap=config.logits_soft_cap, attn_type=config.attn_type, mla=mla,
     )  # fmt: skip
 
 

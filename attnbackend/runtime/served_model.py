@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attnbackend.impl import MLADims
 from attnbackend.layers.paged import BatchTensors, BoundLayer
 from attnbackend.selector import AttentionSelectorConfig
 
@@ -23,6 +24,8 @@ class AttentionLayer:
     scale: float
     kv_sharing_target: str | None = None
     """Name of the layer whose cache this one reads, writing none; None: it has its own."""
+    mla: MLADims | None = None
+    """Of latent attention: its sizes."""
 
 
 class ServedModel(Protocol):

@@ -30,7 +30,7 @@ from attnbackend.cudagraph import (
     uncovered_decodes,
 )
 from attnbackend.cudagraph.capture_report import captures, with_progress
-from attnbackend.layers.paged import BatchTensors
+from attnbackend.layers.paged import BatchTensors, DecodeTensors
 from attnbackend.runtime.graph_debug import checked_replay
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.types import Reason
@@ -55,9 +55,11 @@ class StepInputs(NamedTuple):
         return {**own, **self.batch._asdict()}
 
 
-def inputs_of(batch: PreparedBatch, num_tokens: int, num_reqs: int, num_logits: int) -> StepInputs:
+def inputs_of(
+    batch: PreparedBatch, num_tokens: int, num_reqs: int, num_logits: int, decode_only: bool
+) -> StepInputs:
     """The leading tokens and rows of a batch's persistent tensors."""
-    tensors = BatchTensors(
+    tensors = (DecodeTensors if decode_only else BatchTensors)(
         batch.slot_mapping[:num_tokens], batch.query_start_loc[: num_reqs + 1], batch.seq_lens[:num_reqs],
         batch.block_table[:num_reqs],
     )  # fmt: skip
@@ -198,8 +200,11 @@ class StepGraphs:
         if found is None:
             tokens, most = key.descriptor.num_tokens, len(batch.seq_lens)
             reqs = most if key.descriptor.num_reqs is None else key.descriptor.num_reqs
-            logits = min(tokens, reqs * self.dispatcher.uniform_query_len)
-            found = self._inputs[key] = inputs_of(batch, tokens, reqs, logits)
+            uniform = self.dispatcher.uniform_query_len
+            decode_only = key.descriptor.uniform and uniform == 1
+            found = self._inputs[key] = inputs_of(
+                batch, tokens, reqs, min(tokens, reqs * uniform), decode_only
+            )
         return found
 
     def stats(self) -> Mapping[str, int]:

@@ -1,0 +1,199 @@
+"""`MLAAttention`: multi-head latent attention, for people who write models.
+
+Shape legend: T tokens, E hidden size, H heads, L kv_lora_rank, R qk_rope_head_dim, P qk_nope_head_dim,
+V v_head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from attnbackend.impl import MLADims
+from attnbackend.layers.paged import BatchTensors, BoundLayer, DecodeTensors
+from attnbackend.layers.rotary import rotate
+from attnbackend.ops import mla_attention, mla_kv_cache_update, mla_mixed_attention
+from attnbackend.ops.mla_projections import absorb, up_project
+
+__all__ = ["MLAAttention"]
+
+_LATENT_QUERY = ("q_a_proj", "q_a_layernorm", "q_b_proj")
+_KEYS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+
+
+class MLAAttention(nn.Module):
+    """Latent attention over a paged cache that the runtime binds, from hidden states to the heads' values.
+
+    Its linear layers have the names that DeepSeek's checkpoints give them; the projection of the output,
+    ``o_proj``, is left to the model. Steps in which every request brings one token run in the latent space:
+    the products that move queries there and values back are the graph's own nodes.
+
+    Args:
+        hidden_size: E.
+        num_heads: H.
+        dims: the sizes of latents and heads, P and V given.
+        q_lora_rank: rank of the queries' own latent; None: queries are projected at once.
+        scale: factor of the logits; None: (P + R) ** -0.5.
+        interleaved: rotated elements are pairs (2i, 2i + 1), as DeepSeek's; False: (i, i + R / 2).
+        bias: of the two projections from hidden states to latents.
+        rms_norm_eps: of the latents' norms.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        dims: MLADims,
+        *,
+        q_lora_rank: int | None = None,
+        scale: float | None = None,
+        interleaved: bool = True,
+        bias: bool = False,
+        rms_norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        self._set_up(num_heads, dims, scale, interleaved)
+        query_size = num_heads * self.qk_head_dim
+        if q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden_size, query_size, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden_size, q_lora_rank, bias=bias)
+            self.q_a_layernorm = nn.RMSNorm(q_lora_rank, eps=rms_norm_eps)
+            self.q_b_proj = nn.Linear(q_lora_rank, query_size, bias=False)
+        row = dims.kv_lora_rank + dims.qk_rope_head_dim
+        self.kv_a_proj_with_mqa = nn.Linear(hidden_size, row, bias=bias)
+        self.kv_a_layernorm = nn.RMSNorm(dims.kv_lora_rank, eps=rms_norm_eps)
+        rows = self.qk_nope_head_dim + self.v_head_dim
+        self.kv_b_proj = nn.Linear(dims.kv_lora_rank, num_heads * rows, bias=False)
+
+    @classmethod
+    def from_projections(
+        cls, projections: Mapping[str, nn.Module], num_heads: int, dims: MLADims, *, scale: float,
+        interleaved: bool = True,
+    ) -> Self:  # fmt: skip
+        """A layer over linear layers and norms that exist, which it shares.
+
+        Args:
+            projections: by name: ``kv_a_proj_with_mqa``, ``kv_a_layernorm``, ``kv_b_proj`` and either
+                ``q_proj`` or ``q_a_proj``, ``q_a_layernorm`` and ``q_b_proj``. Any modules that map as linear
+                layers do will serve, quantised ones too.
+            num_heads, dims, scale, interleaved: as the constructor's.
+
+        Raises:
+            ValueError: a projection is missing.
+        """
+        query = ("q_proj",) if "q_proj" in projections else _LATENT_QUERY
+        if missing := [name for name in (*query, *_KEYS) if name not in projections]:
+            raise ValueError(f"projections lack {', '.join(missing)}; given: {', '.join(projections)}")
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._set_up(num_heads, dims, scale, interleaved)
+        for name in (*query, *_KEYS):
+            setattr(layer, name, projections[name])
+        return layer
+
+    def _set_up(self, num_heads: int, dims: MLADims, scale: float | None, interleaved: bool) -> None:
+        if dims.qk_nope_head_dim is None or dims.v_head_dim is None:
+            raise ValueError(f"{dims} lacks qk_nope_head_dim or v_head_dim, which a layer must know")
+        self.num_heads, self.dims, self.interleaved = num_heads, dims, interleaved
+        self.qk_nope_head_dim, self.v_head_dim = dims.qk_nope_head_dim, dims.v_head_dim
+        self.qk_head_dim = dims.qk_nope_head_dim + dims.qk_rope_head_dim
+        self.scale = self.qk_head_dim**-0.5 if scale is None else scale
+        self.kv_cache_dtype, self.group = "auto", -1
+        for name in ("kv_cache", "k_scale", "kv_b_weight"):
+            self.register_buffer(name, None, persistent=False)
+
+    def bind(self, layer: BoundLayer) -> None:
+        """Gives the layer its cache, and splits the weight of ``kv_b_proj`` by heads; call it after loading.
+
+        Raises:
+            ValueError: ``kv_b_proj`` has a bias.
+        """
+        self.kv_cache, self.k_scale = layer.kv_cache, layer.k_scale
+        self.kv_cache_dtype, self.group = layer.kv_cache_dtype, layer.group
+        rows = self.qk_nope_head_dim + self.v_head_dim
+        weight = _plain_weight(self.kv_b_proj, self.dims.kv_lora_rank, layer.kv_cache.device)
+        self.kv_b_weight = weight.view(self.num_heads, rows, self.dims.kv_lora_rank)
+
+    def forward(
+        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, batch: BatchTensors,
+        topk_indices: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of the new tokens.
+
+        Args:
+            hidden_states: [T, E].
+            cos, sin: [T, R / 2], of each token's angles.
+            batch: where the tokens belong; `DecodeTensors` have the step run in the latent space.
+            topk_indices: int32 [T, N], positions that each query may see, see `mla_attention`.
+
+        Returns:
+            [T, H * V].
+
+        Raises:
+            RuntimeError: no cache was bound.
+        """
+        if self.kv_cache is None or self.kv_b_weight is None:
+            raise RuntimeError(
+                "this MLAAttention layer has no cache; call bind(BoundLayer(kv_cache, ...)) first"
+            )
+        query = self._query(hidden_states).view(-1, self.num_heads, self.qk_head_dim)
+        q_nope, q_pe = query.split((self.qk_nope_head_dim, self.dims.qk_rope_head_dim), dim=-1)
+        row = self.kv_a_proj_with_mqa(hidden_states)
+        latent, k_pe = row.split((self.dims.kv_lora_rank, self.dims.qk_rope_head_dim), dim=-1)
+        kv_c = self.kv_a_layernorm(latent)
+        q_pe = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), interleaved=self.interleaved)
+        k_pe = rotate(k_pe, cos, sin, interleaved=self.interleaved)
+        mla_kv_cache_update(kv_c, k_pe, self.kv_cache, batch.slot_mapping, **self._cache_arguments())
+        if topk_indices is not None or isinstance(batch, DecodeTensors):
+            out_THV = self._on_latents(q_nope, q_pe, batch, topk_indices)
+        else:
+            out_THV = self._mixed(torch.cat([q_nope, q_pe], -1), kv_c, k_pe, batch)
+        return out_THV.flatten(1)
+
+    def _query(self, hidden_states: Tensor) -> Tensor:
+        if hasattr(self, "q_proj"):
+            return self.q_proj(hidden_states)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+
+    def _on_latents(
+        self, q_nope: Tensor, q_pe: Tensor, batch: BatchTensors, topk_indices: Tensor | None
+    ) -> Tensor:
+        assert self.kv_b_weight is not None
+        query_latent = absorb(q_nope, self.kv_b_weight)
+        output = q_pe.new_empty(query_latent.shape)
+        mla_attention(
+            query_latent, q_pe, self.kv_cache, output, batch.query_start_loc, batch.seq_lens,
+            batch.block_table, scale=self.scale, topk_indices=topk_indices, **self._cache_arguments(),
+        )  # fmt: skip
+        return up_project(output, self.kv_b_weight, self.v_head_dim)
+
+    def _mixed(self, query: Tensor, kv_c: Tensor, k_pe: Tensor, batch: BatchTensors) -> Tensor:
+        output = query.new_empty(*query.shape[:2], self.v_head_dim)
+        mla_mixed_attention(
+            query, kv_c, k_pe, self.kv_cache, self.kv_b_weight, output, batch.query_start_loc,
+            batch.seq_lens, batch.block_table, scale=self.scale, **self._cache_arguments(),
+        )  # fmt: skip
+        return output
+
+    def _cache_arguments(self) -> dict[str, Any]:
+        return {"k_scale": self.k_scale, "kv_cache_dtype": self.kv_cache_dtype, "group": self.group}
+
+    kv_cache: Tensor | None
+    k_scale: Tensor | None
+    kv_b_weight: Tensor | None
+
+
+def _plain_weight(projection: nn.Module, inputs: int, device: torch.device) -> Tensor:
+    """The weight [outputs, inputs] of a linear layer; of any other kind, what it makes of a unit matrix."""
+    if getattr(projection, "bias", None) is not None:
+        raise ValueError("kv_b_proj has a bias, which keys and values of latent attention do not have")
+    if type(projection) is nn.Linear:
+        return projection.weight.detach()
+    tensors = (*projection.parameters(), *projection.buffers())
+    dtype = next((x.dtype for x in tensors if x.is_floating_point() and x.itemsize > 1), None)
+    with torch.no_grad():
+        return projection(torch.eye(inputs, dtype=dtype, device=device)).t().contiguous()
