@@ -104,7 +104,7 @@ class AttentionBackendEnum(_BackendMember):
     TORCH_MLA = f"{_HERE}.mla.torch_mla.TorchMLABackend"
     TORCH_MLA_SPARSE = f"{_HERE}.mla.torch_mla.TorchMLASparseBackend"
     TRITON_MLA = f"{_HERE}.mla.triton_mla.TritonMLABackend"
-    TRITON_MLA_SPARSE = f"{_HERE}.mla.triton_mla_sparse.TritonMLASparseBackend"
+    TRITON_MLA_SPARSE = f"{_HERE}.mla.triton_mla.TritonMLASparseBackend"
     FLASHMLA = f"{_HERE}.mla.flashmla.FlashMLABackend"
     FLASHINFER_MLA = f"{_HERE}.mla.flashinfer_mla.FlashInferMLABackend"
     CUTLASS_MLA = f"{_HERE}.mla.cutlass_mla.CutlassMLABackend"

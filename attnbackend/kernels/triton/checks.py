@@ -67,12 +67,28 @@ def check_dtypes(
             fail(where, f"{name}.dtype", dtype, names(CACHE_DTYPES))
 
 
-def check_own_keys(where: str, tokens: int, key_shape: torch.Size, value_shape: torch.Size) -> None:
-    """ValueError unless there is a key and a value for each token, as there must be with no cache."""
+def check_own_keys(where: str, tokens: int | None, key_shape: torch.Size, value_shape: torch.Size) -> None:
+    """ValueError unless there is a key and a value for each token, as there must be with no cache.
+
+    tokens None: as many values as keys are enough.
+    """
+    count = key_shape[0] if tokens is None else tokens
     for name, shape in (("key_cache", key_shape), ("value_cache", value_shape)):
-        if shape[0] != tokens:
-            allowed = f"[{tokens}, Hk, D], those of the tokens, since block_table is None"
+        if shape[0] != count:
+            allowed = f"[{count}, Hk, D], those of the tokens, since block_table is None"
             fail(where, f"{name}.shape", tuple(shape), allowed)
+
+
+def check_key_starts(
+    where: str, key_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor | None
+) -> None:
+    """ValueError unless these say where each row's keys begin, and no table does."""
+    rows = seq_lens.shape[0]
+    if block_table is not None:
+        fail(where, "key_start_loc", "given", "None beside a block_table")
+    if key_start_loc.dtype != torch.int32 or key_start_loc.shape != (rows + 1,):
+        found = f"{tuple(key_start_loc.shape)} of {key_start_loc.dtype}"
+        fail(where, "key_start_loc", found, f"torch.int32 of shape {(rows + 1,)}")
 
 
 def check_dimensions(where: str, tensors: dict[str, torch.Tensor], keys: int = 4) -> None:

@@ -222,10 +222,12 @@ def prepare(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     lse: torch.Tensor | None,
+    key_start_loc: torch.Tensor | None = None,
 ) -> Launch:
     """Validate a call and lay out its arguments. ValueError for what the kernels cannot do.
 
-    block_table None: key_cache and value_cache are the tokens' own key and value [T, Hk, D].
+    block_table None: key_cache and value_cache are the tokens' own key and value [T, Hk, D], or with
+    key_start_loc, which then takes the table's place, keys and values of the rows.
     """
     checks.check_device(where, query)
     checks.check_same_device(
@@ -238,8 +240,10 @@ def prepare(
     )
     tokens, heads, head_size = query.shape
     key_shape, value_shape = key_cache.shape, value_cache.shape
+    if key_start_loc is not None:
+        checks.check_key_starts(where, key_start_loc, seq_lens, block_table)
     if block_table is None:
-        checks.check_own_keys(where, tokens, key_shape, value_shape)
+        checks.check_own_keys(where, tokens if key_start_loc is None else None, key_shape, value_shape)
         key_shape, value_shape = key_shape[1:], value_shape[1:]
     plan = make_plan(
         where, heads, head_size, key_shape, value_shape,
@@ -276,9 +280,9 @@ def prepare(
     if plan.formats is not None:
         named_tensors = _views(named_tensors, plan.formats)
     *four, sinks = named_tensors
-    metadata = query_start_loc, seq_lens, block_table
+    metadata = query_start_loc, seq_lens, block_table if key_start_loc is None else key_start_loc
     tensors = (*four, lse, *metadata, alibi_slopes, sinks, k_scale, v_scale, bidirectional_ranges)
-    max_keys = tokens if block_table is None else block_table.shape[1] * value_shape[1]
+    max_keys = key_cache.shape[0] if block_table is None else block_table.shape[1] * value_shape[1]
     return Launch(plan, tokens, rows, heads, kv_heads, value_size, max_keys, tensors, numbers)
 
 

@@ -178,8 +178,11 @@ def paged_attention_kernel(
     k_ptr += kv_head64 * k_head
     v_ptr += kv_head64 * v_head
     if S == 0:
-        k_ptr += q_begin.to(tl.int64) * k_slot
-        v_ptr += q_begin.to(tl.int64) * v_slot
+        key_begin = q_begin
+        if table_ptr is not None:
+            key_begin = tl.load(table_ptr + row_or_0)
+        k_ptr += key_begin.to(tl.int64) * k_slot
+        v_ptr += key_begin.to(tl.int64) * v_slot
     else:
         table_ptr += row_or_0.to(tl.int64) * table_row
 
@@ -254,6 +257,7 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    key_start_loc: torch.Tensor | None = None,
     key: torch.Tensor | None = None,
     value: torch.Tensor | None = None,
     num_splits: int | None = 1,
@@ -272,6 +276,8 @@ def paged_attention(
     block_table None: there is no cache. key_cache is key [T, Hk, D] and value_cache value
     [T, Hk, Dv], and a row's keys are its own tokens: query_start_loc[i] and the seq_lens[i] - 1
     after it, at most its query tokens. A window is two-sided there unless attention is causal.
+    key_start_loc int32 [R + 1]: a row's keys are those from key_start_loc[i] on instead, of tensors
+    [S, Hk, D] and [S, Hk, Dv] with as many keys as they like.
 
     key [T, Hk, D], value [T, Hk, Dv]: the new tokens' own, which the cache holds too. In batches of
     long queries they are read in its place for rows without context, where they are of its dtype: they
@@ -289,7 +295,7 @@ def paged_attention(
     launch = prepare(
         WHERE, query, key_cache, value_cache, output, query_start_loc, seq_lens,
         block_table, scale, causal, sliding_window, attention_chunk_size, logits_soft_cap,
-        alibi_slopes, sinks, bidirectional_ranges, k_scale, v_scale, lse,
+        alibi_slopes, sinks, bidirectional_ranges, k_scale, v_scale, lse, key_start_loc,
     )  # fmt: skip
     plan, tokens, rows = launch.plan, launch.tokens, launch.rows
     if tokens == 0:
