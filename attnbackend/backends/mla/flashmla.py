@@ -1,0 +1,120 @@
+"""`FLASHMLA`: the package flash_mla, dense decode on Hopper GPUs.
+
+Its kernel takes as many tokens of every request, so a batch of mixed lengths becomes one of single tokens.
+
+Shape legend: Q requests, T tokens, N tokens of each request, H heads, L kv_lora_rank, W table width.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnbackend.backends.mla.common import MLACommonImpl, MLACommonMetadataBuilder, joined_query
+from attnbackend.backends.mla.library import RANK, LibraryMLABackend, LibraryRows, import_problem
+from attnbackend.impl import MLAAttentionImpl, MLATensors
+from attnbackend.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnbackend.types import AttentionCGSupport
+
+__all__ = ["FlashMLABackend", "each_token_alone", "flash_mla", "row_of_tokens"]
+
+
+def flash_mla() -> Any:
+    """The library."""
+    return importlib.import_module("flash_mla")
+
+
+def row_of_tokens(query_start_loc: Tensor, tokens: int) -> Tensor:
+    """int64 [T]: each token's request; the last one for tokens past it. Nothing is waited for."""
+    token_T = torch.arange(tokens, device=query_start_loc.device, dtype=query_start_loc.dtype)
+    return torch.searchsorted(query_start_loc[1:], token_T, right=True).clamp_(max=len(query_start_loc) - 2)
+
+
+def each_token_alone(batch: CommonAttentionMetadata, tokens: int) -> tuple[Tensor, Tensor]:
+    """Lengths int32 [T] and block tables [T, W] of a batch in which every token is a request of its own."""
+    row_T = row_of_tokens(batch.query_start_loc, tokens)
+    token_T = torch.arange(tokens, device=row_T.device)
+    behind_T = batch.query_start_loc[1:][row_T] - 1 - token_T
+    lens_T = torch.where(behind_T < 0, 0, batch.seq_lens[row_T] - behind_T)
+    return lens_T.clamp_(min=0).to(torch.int32), batch.block_table[row_T]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashMLAMetadata(AttentionMetadata):
+    tokens_each: int
+    """Tokens of every request; 0: they differ, or nobody knows."""
+    schedules: dict[bool, tuple[Any, Any]] = field(default_factory=dict, compare=False)
+    """The library's schedule of this batch: one made outside of a graph, and one that a graph makes anew at
+    each replay. A plan serves one capture."""
+
+    def schedule(self, lens: Tensor, queries: int) -> tuple[Any, Any]:
+        """Made by the first layer, for all of them."""
+        inside = lens.is_cuda and torch.cuda.is_current_stream_capturing()
+        if inside not in self.schedules:
+            self.schedules[inside] = flash_mla().get_mla_metadata(lens, queries, 1)
+        return self.schedules[inside]
+
+
+class FlashMLAMetadataBuilder(MLACommonMetadataBuilder):
+    cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold = 16
+
+    def build_decode(self, common: CommonAttentionMetadata) -> FlashMLAMetadata:
+        each = 0
+        if common.query_start_loc_cpu is not None:
+            queries = common.query_start_loc_cpu.diff()
+            each = int(queries[0]) if len(queries) and bool((queries == queries[0]).all()) else 0
+        return FlashMLAMetadata(common=common, tokens_each=each)
+
+
+class FlashMLAImpl(LibraryRows, MLACommonImpl):
+    def forward_mqa(
+        self, query_latent: Tensor, query_rope: Tensor, kv_cache: Tensor, attn_metadata: FlashMLAMetadata,
+        output: Tensor, tensors: MLATensors,
+    ) -> None:  # fmt: skip
+        batch, (tokens, heads, _) = attn_metadata.common, output.shape
+        if tokens == 0:
+            return
+        each, lens, table = attn_metadata.tokens_each, batch.seq_lens, batch.block_table
+        if each == 0 or each * lens.shape[0] != tokens:
+            each, (lens, table) = 1, each_token_alone(batch, tokens)
+        query = joined_query(query_latent, query_rope).contiguous().view(lens.shape[0], each, heads, -1)
+        schedule, splits = attn_metadata.schedule(lens, each * heads)
+        out_QNHL, lse_QHN = flash_mla().flash_mla_with_kvcache(
+            query, kv_cache.unsqueeze(2), table, lens, RANK, schedule, splits,
+            softmax_scale=self.params.scale, causal=True,
+        )  # fmt: skip
+        output.copy_(out_QNHL.reshape(tokens, heads, RANK))
+        self.finish(output, lse_QHN.transpose(1, 2).reshape(tokens, heads), batch, tensors)
+
+
+class FlashMLABackend(LibraryMLABackend):
+    supported_block_sizes = (64,)
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHMLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[MLAAttentionImpl]:
+        return FlashMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MLACommonMetadataBuilder]:
+        return FlashMLAMetadataBuilder
+
+    @classmethod
+    def supports_compute_capability(cls, capability: tuple[int, int] | None) -> bool:
+        return capability is None or capability[0] == 9
+
+    @classmethod
+    def library_problem(cls) -> str | None:
+        return import_problem("flash_mla", ("flash_mla_with_kvcache", "get_mla_metadata"))
+
+    @classmethod
+    def library(cls) -> str | None:
+        return None if cls.library_problem() else "flash_mla"

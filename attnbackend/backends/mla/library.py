@@ -1,0 +1,251 @@
+"""What latent backends over libraries have in common: claims, finding out by trying, rows that have no key.
+
+Shape legend: T tokens, Q requests, H heads, N keys of a request, L kv_lora_rank, R qk_rope_head_dim.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnbackend.backends.mla.common import MLACommonBackend, MLACommonMetadataBuilder
+from attnbackend.backends.mla.triton_rows import TritonLatentRows
+from attnbackend.impl import AttentionParams, MLADims, MLATensors
+from attnbackend.kv_cache import spec_of
+from attnbackend.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnbackend.selector import AttentionSelectorConfig
+from attnbackend.types import LSEBase, MultipleOf, Reason
+
+__all__ = ["RANK", "ROPE", "LibraryMLABackend", "LibraryRows", "import_problem"]
+
+RANK, ROPE = 512, 64
+_ERROR = 0.02
+"""Largest error allowed, of outputs in units of the largest value: right or wrong, no more."""
+_REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError, ImportError, OSError)
+
+
+def import_problem(module: str, names: tuple[str, ...] = ()) -> str | None:
+    """Why a library's module cannot be used: it is missing, does not load, or lacks ``names``."""
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    try:
+        found = importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"{module} cannot be imported: {type(error).__name__}: {error}"
+    missing = [name for name in names if not hasattr(found, name)]
+    return f"{module} lacks {', '.join(missing)}" if missing else None
+
+
+class LibraryRows(TritonLatentRows):
+    """Implementations that call a kernel, then write what it leaves to do."""
+
+    def finish(
+        self, output: Tensor, lse: Tensor | None, batch: CommonAttentionMetadata, tensors: MLATensors
+    ) -> None:
+        """Zeros and -inf where no key is seen; the kernel's LSE [T, H], if it is wanted, to its place."""
+        from attnbackend.kernels import triton
+
+        triton.finish_attention(
+            output, lse, tensors.lse, batch.query_start_loc, batch.seq_lens, causal=True, base_2=self.base_2
+        )
+
+    base_2: ClassVar[bool] = False
+    """The kernel's LSE is of base 2."""
+
+
+class LibraryMLABackend(MLACommonBackend, abstract=True):
+    """NVIDIA GPUs, rows of 512 + 64 in 16 bits; what is claimed is tried once before it is served."""
+
+    supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
+    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
+    supported_head_sizes = (RANK + ROPE,)
+    supported_block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(16),)
+    supported_device_types = ("cuda",)
+    min_compute_capability = (9, 0)
+    latent_sizes = ((RANK, ROPE),)
+    lse_base = LSEBase.E
+    packed_dtypes: ClassVar[tuple[str, ...]] = ()
+    """Types of caches other than the query's that are served."""
+
+    @classmethod
+    def library_problem(cls) -> str | None:
+        """Why the library cannot be used."""
+        raise NotImplementedError
+
+    @classmethod
+    def unavailable_reason(cls, device_type: str) -> str | None:
+        if device_type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+            return "needs an NVIDIA GPU, and torch finds none"
+        from attnbackend.kernels import triton
+
+        return cls.library_problem() or triton.unavailable_reason("cuda")
+
+    @classmethod
+    def supports_combination(cls, config: AttentionSelectorConfig) -> list[Reason]:
+        reasons = super().supports_combination(config)
+        allowed = ("auto", str(config.dtype).removeprefix("torch."), *cls.packed_dtypes)
+        if config.kv_cache_dtype not in allowed:
+            reasons.append(Reason("kv_cache_dtype", config.kv_cache_dtype, ", ".join(allowed)))
+        if reasons or config.device_type != "cuda" or cls.unavailable_reason("cuda") is not None:
+            return reasons
+        if config.compute_capability != torch.cuda.get_device_capability() or not _is_sound(cls, config):
+            return reasons
+        problem = problem_of(cls, config.dtype, config.block_size or 64, config.num_heads)
+        return (
+            [Reason("dtype, block_size, num_heads", _asked(config), f"others; found: {problem}")]
+            if problem
+            else []
+        )
+
+
+def _asked(config: AttentionSelectorConfig) -> str:
+    return f"{config.dtype}, {config.block_size}, {config.num_heads}"
+
+
+def _is_sound(cls: type[LibraryMLABackend], config: AttentionSelectorConfig) -> bool:
+    return (
+        cls.supports_dtype(config.dtype)
+        and cls.supports_head_size(config.head_size)
+        and (config.block_size is None or cls.supports_block_size(config.block_size))
+    )
+
+
+# --- finding out by trying ---------------------------------------------------------------
+
+_FOUND: dict[tuple[Any, ...], str | None] = {}
+
+
+class _Request(NamedTuple):
+    queries: int
+    keys: int
+
+
+_REQUESTS = (
+    _Request(1, 700),
+    _Request(3, 45),
+    _Request(0, 20),
+    _Request(1, 3),
+    _Request(1, 0),
+    _Request(4, 2),
+)
+"""Long enough to be split, several tokens, no token, few keys, none, fewer keys than tokens."""
+
+
+def problem_of(
+    backend: type[LibraryMLABackend],
+    dtype: torch.dtype,
+    block_size: int,
+    num_heads: int,
+    device: str = "cuda",
+) -> str | None:
+    """What a run of the backend on a small batch gave wrong; None when it is right. It runs once a process.
+
+    Raises:
+        RuntimeError: such a layer was not tried before, and a CUDA graph is being captured.
+    """
+    index = torch.cuda.current_device() if device == "cuda" else -1
+    key = (backend, dtype, block_size, num_heads, index)
+    if key not in _FOUND:
+        if device == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{backend.get_name()} has not served a layer of this kind in this process, and cannot be "
+                "tried inside a CUDA graph capture; run the op once before the capture"
+            )
+        _FOUND[key] = _tried(backend, dtype, block_size, num_heads, device)
+    return _FOUND[key]
+
+
+def _tried(
+    backend: type[LibraryMLABackend], dtype: torch.dtype, block_size: int, num_heads: int, device: str
+) -> str | None:
+    rng = torch.Generator().manual_seed(7)
+    params = AttentionParams(
+        num_heads=num_heads, num_kv_heads=1, head_size=RANK + ROPE, scale=(RANK + ROPE) ** -0.5, dtype=dtype,
+        kv_cache_dtype="auto", block_size=block_size, device_type=device,
+        mla=MLADims(kv_lora_rank=RANK, qk_rope_head_dim=ROPE),
+    )  # fmt: skip
+    tokens = sum(r.queries for r in _REQUESTS)
+    query = torch.randn(tokens, num_heads, RANK + ROPE, generator=rng).to(device, dtype)
+    rows = [torch.randn(r.keys, RANK + ROPE, generator=rng).to(device, dtype) for r in _REQUESTS]
+    common, cache = _paged(rows, block_size, device)
+    output = torch.full((tokens, num_heads, RANK), math.nan, dtype=dtype, device=device)
+    lse = torch.full((tokens, num_heads), math.nan, device=device)
+    try:
+        builder = backend.get_builder_cls()(params, spec_of(params), None, torch.device(device))
+        assert isinstance(builder, MLACommonMetadataBuilder)
+        plan: AttentionMetadata = builder.build_decode(common)
+        impl: Any = backend.get_impl_cls()(params)
+        tensors = MLATensors(lse=lse, topk_indices=_all_keys(device) if backend.is_sparse else None)
+        impl.forward_mqa(query[..., :RANK], query[..., RANK:], cache, plan, output, tensors)
+    except _REFUSALS as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    if backend.lse_base is LSEBase.TWO:
+        lse *= math.log(2)
+    return _difference(output, lse, *_expected(query, rows, params.scale))
+
+
+def _all_keys(device: str) -> Tensor:
+    """Selections int32 [T, N] of every key that a query may see, and of those behind it."""
+    keys = torch.cat([torch.full((r.queries,), r.keys) for r in _REQUESTS]).unsqueeze(1)
+    place = torch.arange(int(keys.max()))
+    return torch.where(place < keys, place, -1).to(device, torch.int32)
+
+
+def _paged(rows: list[Tensor], block_size: int, device: str) -> tuple[CommonAttentionMetadata, Tensor]:
+    """The batch of `_REQUESTS`, and a cache of their rows that is NaN where there is no key."""
+    width = max(-(-len(r) // block_size) for r in rows)
+    order = torch.randperm(width * len(rows), generator=torch.Generator().manual_seed(8)) + 1
+    table = order.to(torch.int32).view(len(rows), width)
+    cache = torch.full(
+        (table.numel() + 1, block_size, RANK + ROPE), math.nan, dtype=rows[0].dtype, device=device
+    )
+    for pages, row in zip(table.tolist(), rows, strict=True):
+        for page, part in zip(pages, row.split(block_size), strict=False):
+            cache[page, : len(part)] = part
+    starts = torch.tensor([0, *(r.queries for r in _REQUESTS)]).cumsum(0, dtype=torch.int32)
+    lens = torch.tensor([r.keys for r in _REQUESTS], dtype=torch.int32)
+    common = CommonAttentionMetadata.from_tensors(
+        starts.to(device),
+        lens.to(device),
+        table.to(device),
+        num_tokens=int(starts[-1]),
+        block_size=block_size,
+    )
+    return common, cache
+
+
+def _expected(query: Tensor, rows: list[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    """Output [T, H, L] and natural LSE [T, H] in float32."""
+    outputs, lses = [], []
+    queries = query.float().split([r.queries for r in _REQUESTS])
+    for q_THW, rows_NW in zip(queries, rows, strict=True):
+        k = rows_NW.float()
+        scores = torch.einsum("thw,nw->thn", q_THW, k) * scale
+        own = torch.arange(len(q_THW), device=k.device) + len(k) - len(q_THW)
+        unseen = torch.arange(len(k), device=k.device) > own.unsqueeze(1)
+        scores = scores.masked_fill(unseen.unsqueeze(1), -math.inf)
+        lse = scores.logsumexp(-1) if len(k) else scores.new_full(scores.shape[:2], -math.inf)
+        weights = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
+        outputs.append(torch.einsum("thn,nl->thl", weights, k[:, :RANK]))
+        lses.append(lse)
+    return torch.cat(outputs), torch.cat(lses)
+
+
+def _difference(output: Tensor, lse: Tensor, exact_output: Tensor, exact_lse: Tensor) -> str | None:
+    if bool(output.isnan().all()):
+        return "it writes nothing"
+    if not torch.equal(lse == -math.inf, exact_lse == -math.inf):
+        return "the LSE is not -inf exactly where no key is seen"
+    for what, x, exact in (("output", output, exact_output), ("LSE", lse, exact_lse)):
+        x, exact = (y.float().nan_to_num(nan=math.inf, neginf=0.0) for y in (x, exact))
+        allowed = _ERROR * (max(1.0, float(exact.abs().max())) if what == "output" else 1.0)
+        error = float((x - exact).abs().max())
+        if not error <= allowed:
+            return f"the {what} is off by {error:.3g}, where {allowed:.3g} is rounding"
+    return None
