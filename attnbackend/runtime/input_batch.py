@@ -93,6 +93,11 @@ class InputBatch:
         make_event = cast("Callable[[], torch.cuda.Event]", torch.cuda.Event)
         self._uploaded = make_event() if device.type == "cuda" else None
 
+    @property
+    def num_known(self) -> int:
+        """Requests that have a row: those that ran and have not been removed."""
+        return self._table.num_known
+
     def remove(self, request_id: str) -> None:
         """Forget a request that finished or was preempted; unknown ids are fine."""
         self._table.remove(request_id)

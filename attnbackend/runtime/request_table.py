@@ -35,6 +35,11 @@ class RequestTable:
         self._free = list(range(num_rows - 1, -1, -1))
         self._homes: dict[str, int] = {}
 
+    @property
+    def num_known(self) -> int:
+        """Home rows that are taken."""
+        return len(self._homes)
+
     def homes(self, scheduled: Sequence[ScheduledRequest]) -> IntArray:
         """Home rows of the requests, given to those that have none."""
         return int_array([self._home(request) for request, _ in scheduled])
