@@ -2,7 +2,8 @@
 
 Bfloat16, hidden 4096, 32 layers, 32/8 heads of 128, ffn 14336, vocabulary 128256; prompts of 1,024 tokens.
 Prints and writes, for each number of requests: the median time of a whole engine step (batch preparation,
-plans, replay, sampling, results on the host) and of its graph alone, and what the graphs cost to capture.
+plans, replay, sampling, results on the host), what the host does in it but wait, the time of its graph alone,
+and what the graphs cost to capture.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--mode", help="CUDA-graph mode; default: as much as is possible")
+    parser.add_argument(
+        "--ahead", action=argparse.BooleanOptionalAction, default=True, help="see async_scheduling"
+    )
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/decode_step.json"))
     options = parser.parse_args(arguments)
@@ -64,6 +68,7 @@ def measure_backend(model: Any, backend: str | None, batches: list[int], options
     engine = Engine(
         model, backend=backend, max_num_seqs=max(batches), max_num_batched_tokens=8192, max_model_len=2048,
         num_blocks=max(batches) * 72 + 1, compile=options.compile, cudagraph_mode=options.mode,
+        async_scheduling=options.ahead,
     )  # fmt: skip
     ready = time.perf_counter() - started
     found: dict[str, Any] = {"seconds_to_ready": round(ready, 1), "backend": _backends(engine)}
@@ -100,18 +105,44 @@ def measure_batch(engine: Engine, batch: int, profile: bool = False) -> dict[str
     while len(engine.step()) < batch:
         pass
     prefill = batch * _PROMPT / (time.perf_counter() - started)
-    times = []
-    for _ in range(_WARM_UPS + _STEPS):
-        started = time.perf_counter()
-        assert len(engine.step()) == batch
-        times.append(time.perf_counter() - started)
-    result = {"step_ms": round(1e3 * median(times[_WARM_UPS:]), 3), "prefill_tokens_per_s": round(prefill)}
+    times, waits = _time_steps(engine, batch)
+    host = [step - wait for step, wait in zip(times, waits, strict=True)]
+    result = {
+        "step_ms": round(1e3 * median(times), 3),
+        "host_us": round(1e6 * median(host)),
+        "prefill_tokens_per_s": round(prefill),
+    }
     replay = _replay_ms(engine, batch)
+    if replay is not None:
+        result["outside_graph_share"] = round(max(0.0, 1 - replay / result["step_ms"]), 3)
     if profile:
         print_kernels(engine)
     for request in list(engine._progress):
         engine.abort(request)
     return {**result, **({} if replay is None else {"graph_ms": replay})}
+
+
+def _time_steps(engine: Engine, batch: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step, and those among them that the host only waited for the device."""
+    from attnbackend.runtime.started_step import StartedStep
+
+    times, waits, wait = [], [0.0], StartedStep.wait
+
+    def timed(step: StartedStep) -> None:
+        started = time.perf_counter()
+        wait(step)
+        waits[-1] += time.perf_counter() - started
+
+    StartedStep.wait = timed  # type: ignore[method-assign]
+    try:
+        for _ in range(_WARM_UPS + _STEPS):
+            started = time.perf_counter()
+            assert len(engine.step()) == batch
+            times.append(time.perf_counter() - started)
+            waits.append(0.0)
+    finally:
+        StartedStep.wait = wait  # type: ignore[method-assign]
+    return times[_WARM_UPS:], waits[_WARM_UPS:-1]
 
 
 def print_kernels(engine: Engine) -> None:

@@ -30,8 +30,8 @@ from benchmarks.environment import describe_environment
 
 __all__ = ["Oracle", "SoakResult", "Traffic", "soak"]
 
-_STOP = 7
-"""Token that ends some requests."""
+_STOPS = (7, 8, 9)
+"""Tokens that end some requests."""
 _LONGEST = 256
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.15}
 """What rounding may do to logits whose standard deviation is about 1."""
@@ -43,8 +43,8 @@ class Traffic:
 
     requests: int
     vocab_size: int
-    longest_prompt: int = 200
-    longest_output: int = 48
+    longest_prompt: int = 160
+    longest_output: int = 96
     waiting: int = 64
     """Requests that are kept waiting."""
     cancelled: float = 0.05
@@ -190,7 +190,7 @@ class _Soak:
             options |= {"temperature": rng.choice((0.7, 1.0)), "seed": rng.getrandbits(63)}
             options |= {"top_k": 20} if rng.random() < 0.5 else {}
         if rng.random() < 0.3:
-            options["stop_token_ids"] = [_STOP]
+            options["stop_token_ids"] = _STOPS
         params = SamplingParams(**options)
         prompt = [rng.randrange(traffic.vocab_size) for _ in range(length)]
         request_id = self.engine.add_request(prompt, params)
@@ -324,11 +324,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(bool(result.faults))
 
 
-def soak_engine(model: Any, max_num_seqs: int, **options: Any) -> Engine:
-    """An engine whose cache holds half of what its requests may need."""
+def soak_engine(model: Any, max_num_seqs: int, block_size: int = 16, **options: Any) -> Engine:
+    """An engine whose cache holds less than its requests need together."""
+    tokens = _LONGEST + max(0, max_num_seqs - 8) * 48
     return Engine(
         model, max_num_seqs=max_num_seqs, max_model_len=_LONGEST, max_num_batched_tokens=4 * max_num_seqs,
-        num_blocks=max_num_seqs * _LONGEST // 16 // 4, **options,
+        num_blocks=tokens // block_size + 2, block_size=block_size, **options,
     )  # fmt: skip
 
 

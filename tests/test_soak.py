@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from benchmarks.soak import TOLERANCES, Oracle, SoakResult, Traffic, small_llama, soak, soak_engine
 
 TRAFFIC = Traffic(
-    requests=120, vocab_size=64, longest_prompt=60, longest_output=16, waiting=12, cancelled=0.1, checked=0.3
+    requests=80, vocab_size=64, longest_prompt=60, longest_output=40, waiting=12, cancelled=0.1, checked=0.3
 )
 
 
@@ -32,7 +32,7 @@ def fresh_stance() -> Iterator[None]:
 
 def run(model: Any, **options: Any) -> SoakResult:
     served = copy.deepcopy(model)
-    engine = soak_engine(served, max_num_seqs=8, compile=False, **options)
+    engine = soak_engine(served, max_num_seqs=8, block_size=4, compile=False, **options)
     return soak(engine, TRAFFIC, Oracle(model, TOLERANCES[torch.float32]), warm_up=20)
 
 

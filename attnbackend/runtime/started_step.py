@@ -37,6 +37,10 @@ class StartedStep:
 
     def tokens(self) -> list[int]:
         """A token for each row, `INVALID_TOKEN` where there is none; waits until the step is done."""
+        self.wait()
+        return self._sampled.tokens()
+
+    def wait(self) -> None:
+        """Return when the device has done the step."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._sampled.tokens()
