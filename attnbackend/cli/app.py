@@ -8,6 +8,7 @@ import typer
 
 from attnbackend import __version__
 from attnbackend.cli.backends import backends
+from attnbackend.cli.bench import bench
 from attnbackend.cli.check import check
 from attnbackend.cli.explain import explain
 from attnbackend.cli.generate import generate
@@ -44,3 +45,4 @@ app.command()(generate)
 app.command()(backends)
 app.command()(explain)
 app.command()(check)
+app.add_typer(bench, name="bench")

@@ -105,6 +105,7 @@ class EngineCore:
         self._progress: dict[str, RequestProgress] = {}
         self._undelivered: list[StepOutput] = []
         self._num_added = 0
+        self._num_steps = 0
 
     def add_request(
         self,
@@ -138,6 +139,16 @@ class EngineCore:
             )
         self._queue(request_id, prompt, self._checked_tokens(prompt, params), params)
         return request_id
+
+    def check_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> None:
+        """Raise what `add_request` would raise for them, and queue nothing."""
+        self._checked_tokens(prompt, SamplingParams() if sampling_params is None else sampling_params)
+
+    def steps_by_graph(self) -> dict[str, int]:
+        """Steps so far by what they ran from: kinds of graphs, as the runner names them, and "none"."""
+        graphs = getattr(self.runner, "graphs", None)
+        counts = {} if graphs is None else dict(graphs.stats())
+        return {**counts, "none": self._num_steps - sum(counts.values())}
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to return."""
@@ -270,6 +281,7 @@ class EngineCore:
             _propose(self.proposer, step.scheduled)
         batch = self.input_batch.prepare(step.scheduled)
         logits = self.runner.execute(batch)
+        self._num_steps += 1
         self._check_logits(logits, batch)
         sampled = sample(logits, batch.sampling)
         started = StartedStep([step.scheduled[row].request for row in batch.sampled_rows], sampled)
