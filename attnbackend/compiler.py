@@ -10,8 +10,12 @@ import torch
 from torch.fx import GraphModule
 
 from attnbackend._torch_compat import cache_key, compiler_backend
-from attnbackend.fx_passes import GraphPass, PassManager, PassReport, SelectBackend, installed_passes
+from attnbackend.fx_passes import Change, GraphPass, PassManager, PassReport, SelectBackend, installed_passes
+from attnbackend.fx_passes.retarget import OpSite, check_sites, op_sites
 from attnbackend.fx_passes.select_backend import BackendChoice
+from attnbackend.ops.generate import backend_op
+from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE
+from attnbackend.ops.redirect import redirects
 from attnbackend.piece_compiler import PieceCompiler
 
 __all__ = ["CompilerWithPasses", "compile", "compile_layers"]
@@ -29,21 +33,59 @@ class CompilerWithPasses:
         self.reports: list[PassReport] = []
         """What the passes did, graph by graph."""
         self.num_graphs = 0
+        self.sites: list[OpSite] = []
+        """Every attention and cache write in the graphs."""
+        self.retargeted_to: str | None = None
+        self._readers: dict[str | None, str] = {}
+        self._writers: dict[str | None, str] = {}
         self._inner = compiler_backend(compiler, options)
         self.pieces = PieceCompiler(self._inner) if in_pieces else None
         """What compiles graphs in pieces; None: they are compiled whole."""
 
     def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         reports = self.manager.run(graph_module)
+        sites = op_sites(graph_module)
+        if self.retargeted_to is not None:
+            self._redirect(sites, self.retargeted_to)
         with cache_key(f"attnbackend-passes:{self.manager.uuid()}"):
             compiled = (self.pieces or self._inner)(graph_module, example_inputs)
         # Dynamo restarts a trace by an exception out of the inner compiler; only what succeeds counts.
         self.reports += reports
+        self.sites += sites
         self.num_graphs += 1
-        return compiled
+        return self._redirectable(compiled)
+
+    def _redirectable(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if not self._readers:
+                return compiled(*args)
+            with redirects(self._readers, self._writers):
+                return compiled(*args)
+
+        return run
+
+    def retarget(self, backend: str) -> list[Change]:
+        """See `fx_passes.retarget`."""
+        changes = self._redirect(self.sites, backend)
+        self.retargeted_to = backend
+        return changes
+
+    def _redirect(self, sites: Sequence[OpSite], backend: str) -> list[Change]:
+        check_sites(sites, backend)
+        self._readers.update({site.backend: backend for site in sites if site.role is ATTENTION})
+        if backend_op(backend, KV_CACHE_UPDATE) is not None:
+            self._writers.update({site.backend: backend for site in sites if site.role is KV_CACHE_UPDATE})
+        return [
+            Change(site.node, site.backend or "agnostic", backend, "redirected")
+            for site in sites
+            if site.backend != backend and (site.role is ATTENTION or site.backend in self._writers)
+        ]
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.reports)) or "no graph was compiled yet"
+        lines = [*map(str, self.reports)] or ["no graph was compiled yet"]
+        if self.retargeted_to is not None:
+            lines.append(f"retargeted: all of these run on {self.retargeted_to}")
+        return "\n".join(lines)
 
 
 def make_compiler(

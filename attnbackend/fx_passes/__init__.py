@@ -10,6 +10,7 @@ from attnbackend.fx_passes.graph_text import graph_text
 from attnbackend.fx_passes.merge_linears import MergeLinears
 from attnbackend.fx_passes.pass_manager import PassManager
 from attnbackend.fx_passes.plugins import installed_passes
+from attnbackend.fx_passes.retarget import retarget
 from attnbackend.fx_passes.select_backend import SelectBackend
 from attnbackend.fx_passes.shape_range import ShapeRange
 
@@ -32,4 +33,5 @@ __all__ = [
     "diff_html",
     "graph_text",
     "installed_passes",
+    "retarget",
 ]

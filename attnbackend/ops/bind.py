@@ -33,12 +33,14 @@ from attnbackend.ops.binding import (
     whole_of,
 )
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
+from attnbackend.ops.redirect import redirected_reader, redirected_writer
 from attnbackend.registry import registry_generation, resolve_backend
 from attnbackend.selector import AttentionSelectorConfig
 from attnbackend.types import AttentionType, LSEBase
 
 __all__ = [
     "attention_config",
+    "cache_dims",
     "check_attention_call",
     "check_update_call",
     "run_attention",
@@ -159,7 +161,12 @@ def _resolve(
     return backend, _backend_dims(backend, kv_cache, kv_cache_dtype)
 
 
-def _dims_to_check(name: str | None, kv_cache: Tensor, kv_cache_dtype: str) -> KVCacheDims:
+def cache_dims(name: str | None, kv_cache: Tensor, kv_cache_dtype: str) -> KVCacheDims:
+    """What a cache's shape says to the named backend; ``name`` None: of a standard cache.
+
+    Raises:
+        ValueError: it is no shape of such a cache.
+    """
     if name is None:
         return _standard_dims(kv_cache)
     return _backend_dims(resolve_backend(name), kv_cache, kv_cache_dtype)
@@ -167,7 +174,7 @@ def _dims_to_check(name: str | None, kv_cache: Tensor, kv_cache_dtype: str) -> K
 
 def check_attention_call(name: str | None, call: AttentionCall) -> tuple[type[AttentionBackend], KVCacheDims]:
     """Everything that running the call would refuse, without running it; ``name`` None: agnostic."""
-    checks.check_attention(call, _dims_to_check(name, call.kv_cache, call.kv_cache_dtype))
+    checks.check_attention(call, cache_dims(name, call.kv_cache, call.kv_cache_dtype))
     checks.check_attention_tokens(call)
     return _resolve(name, call.kv_cache, call.kv_cache_dtype, lambda dims: attention_config(call, dims))
 
@@ -176,7 +183,7 @@ def check_update_call(
     name: str | None, call: KVCacheUpdateCall
 ) -> tuple[type[AttentionBackend], KVCacheDims]:
     """As `check_attention_call`, for a cache write."""
-    checks.check_update(call, _dims_to_check(name, call.kv_cache, call.kv_cache_dtype))
+    checks.check_update(call, cache_dims(name, call.kv_cache, call.kv_cache_dtype))
     checks.check_update_tokens(call)
     return _resolve(name, call.kv_cache, call.kv_cache_dtype, lambda dims: update_config(call, dims))
 
@@ -243,6 +250,7 @@ _UPDATE: dict[Any, tuple[AttentionImpl, KVCacheDims]] = {}
 
 def run_attention(name: str | None, call: AttentionCall) -> None:
     """Runs a call on the named backend, or on the one selected for its arguments."""
+    name = redirected_reader(name)
     chosen_by = forced_backend() if name is None else name
     key = (chosen_by, registry_generation(), _attention_signature(call))
     bound = _ATTENTION.get(key)
@@ -257,6 +265,7 @@ def run_attention(name: str | None, call: AttentionCall) -> None:
 
 def run_update(name: str | None, call: KVCacheUpdateCall) -> None:
     """As `run_attention`, for a cache write."""
+    name = redirected_writer(name)
     chosen_by = forced_backend() if name is None else name
     key = (chosen_by, registry_generation(), _update_signature(call))
     impl, dims = _UPDATE.get(key) or remember(_UPDATE, key, _bind_update(name, call))

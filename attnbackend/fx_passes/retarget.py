@@ -1,0 +1,131 @@
+"""Another backend for a graph, or for code that is compiled already, without tracing the model again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from attnbackend.backend import KVCacheDims
+from attnbackend.fx_passes.base import Change
+from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
+from attnbackend.ops.agnostic import attention, kv_cache_update
+from attnbackend.ops.bind import attention_config, cache_dims, update_config
+from attnbackend.ops.generate import backend_of_op, backend_op
+from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, OpRole
+from attnbackend.registry import require_implemented, resolve_backend
+from attnbackend.selector import AttentionSelectorConfig, backend_reasons
+
+__all__ = ["OpSite", "check_sites", "op_sites", "reasons_against", "retarget"]
+
+_AGNOSTIC = {attention: ATTENTION, kv_cache_update: KV_CACHE_UPDATE}
+
+
+@dataclass(frozen=True)
+class OpSite:
+    """An op of a graph, with what a backend must serve to stand there."""
+
+    node: str
+    backend: str | None
+    """None: the agnostic op."""
+    role: OpRole
+    config: AttentionSelectorConfig
+    sizes: tuple[int, int, int]
+    """block_size, num_kv_heads, head_size of the cache."""
+    kv_cache_dtype: str
+
+    @classmethod
+    def of(cls, op: OpNode) -> OpSite | None:
+        """None for ops in no role of the dense pair."""
+        found = (None, _AGNOSTIC[op.op]) if op.op in _AGNOSTIC else backend_of_op(op.op)
+        if found is None or found[1] not in (ATTENTION, KV_CACHE_UPDATE):
+            return None
+        backend, role = found
+        call = role.call(**{name: tensor_of(a) for name, a in op.arguments().items()})
+        dims = cache_dims(backend, call.kv_cache, call.kv_cache_dtype)
+        config = attention_config(call, dims) if role is ATTENTION else update_config(call, dims)
+        sizes = (int(dims.block_size), int(dims.num_kv_heads), int(dims.head_size))
+        return cls(op.node.name, backend, role, config, sizes, call.kv_cache_dtype)
+
+
+def op_sites(graph_module: GraphModule) -> list[OpSite]:
+    """Of every op in the graph that belongs to the dense pair."""
+    sites = (OpSite.of(op) for op in find_ops(graph_module.graph))
+    return [site for site in sites if site is not None]
+
+
+def reasons_against(site: OpSite, backend: str) -> list[str]:
+    """Why ``backend`` cannot stand at a site: what it does not serve, or a cache of another shape."""
+    reasons = [str(reason) for reason in backend_reasons(backend, site.config)]
+    if reasons:
+        return reasons
+    dims = KVCacheDims(2, *site.sizes)
+    here = _cache_shape(site.backend, dims, site.kv_cache_dtype)
+    there = _cache_shape(backend, dims, site.kv_cache_dtype)
+    return [] if here == there else [f"its cache has shape {there} where the graph's has {here}"]
+
+
+def _cache_shape(backend: str | None, dims: KVCacheDims, kv_cache_dtype: str) -> tuple[int, ...]:
+    if backend is None:
+        return (dims.num_blocks, 2, *dims[1:])
+    return tuple(resolve_backend(backend).get_kv_cache_shape(*dims, kv_cache_dtype))
+
+
+def check_sites(sites: Iterable[OpSite], backend: str) -> None:
+    """Raises ValueError where ``backend`` cannot stand at one of the sites."""
+    require_implemented(backend)
+    wrong = [(site, why) for site in sites if (why := reasons_against(site, backend))]
+    if wrong:
+        listed = "".join(f"\n  {site.node}: {'; '.join(why)}" for site, why in wrong)
+        raise ValueError(
+            f"backend {backend!r} cannot take the place of another; nothing was changed:{listed}"
+        )
+
+
+def retarget(target: Any, backend: str) -> list[Change]:
+    """Runs every attention of a graph, or of a compiled model, on another backend, without a new trace.
+
+    In a graph the ops themselves are changed. Code that is compiled stays as it is: its ops keep their names
+    and, from now on, run on ``backend`` whenever the model calls them; what is compiled later is held to the
+    same. CUDA graphs that were captured before replay what they captured.
+
+    Args:
+        target: a ``torch.fx.GraphModule``, a ``torch.export.ExportedProgram``, what `attnbackend.compile`
+            returned, or what `compile_layers` returned.
+        backend: the other backend's name.
+
+    Returns:
+        What was changed.
+
+    Raises:
+        TypeError: ``target`` is none of these.
+        ValueError: the backend is unknown, or cannot serve at one of the places; nothing is changed then.
+    """
+    if isinstance(target, torch.export.ExportedProgram):
+        target = target.graph_module
+    if isinstance(target, GraphModule):
+        return _retarget_graph(target, backend)
+    compiler = getattr(target, "attnbackend_compiler", target)
+    if not hasattr(compiler, "retarget"):
+        raise TypeError(
+            f"cannot retarget {type(target).__name__}; expected a GraphModule, an ExportedProgram, or what "
+            "attnbackend.compile or compile_layers returned"
+        )
+    return compiler.retarget(backend)
+
+
+def _retarget_graph(graph_module: GraphModule, backend: str) -> list[Change]:
+    check_sites(op_sites(graph_module), backend)
+    changes = []
+    for op in list(find_ops(graph_module.graph)):
+        site = OpSite.of(op)
+        own = backend_op(backend, site.role) if site else None
+        if site is not None and own is not None and own is not op.op:
+            op.set_op(own)
+            changes.append(Change(op.node.name, op.op.name(), own.name(), "retargeted"))
+    if changes:
+        graph_module.recompile()
+    return changes
