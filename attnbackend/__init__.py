@@ -36,6 +36,7 @@ _EXPORTS = {
         "attention", "kv_cache_update", "merge_attn_states", "mla_attention", "mla_kv_cache_update",
         "mla_mixed_attention",
     ),
+    "programs": ("load_package", "load_program"),
     "registry": (
         "AttentionBackendEnum", "MambaAttentionBackendEnum", "backend_names", "clear_override",
         "register_backend", "registry_scope", "resolve_backend",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from attnbackend.metadata import *
     from attnbackend.mla_metadata import *
     from attnbackend.ops import *
+    from attnbackend.programs import *
     from attnbackend.registry import *
     from attnbackend.runtime import *
     from attnbackend.selector import *

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,11 +25,13 @@ __all__ = [
     "compiled_call",
     "compiler_backend",
     "fake_mode",
+    "fake_mode_of",
     "flex_attention_in_math",
     "flex_attention_reason",
     "flex_kernel_options",
     "inductor_code",
     "inductor_graph_pass",
+    "load_aoti_package",
     "mark_dynamic",
     "multiply_packed",
     "no_duck_shapes",
@@ -39,6 +41,7 @@ __all__ = [
     "reset_compiler",
     "run_module",
     "run_on_program",
+    "same_size",
     "set_compiled_call",
     "size_bounds",
     "transforms_allowed",
@@ -105,6 +108,13 @@ def size_bounds(size: int | torch.SymInt) -> tuple[int, int | None]:
     bounds = size.node.shape_env.bound_sympy(size.node.expr)
     upper = bounds.upper
     return int(bounds.lower), int(upper) if upper.is_finite and upper < 2**62 else None
+
+
+def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal whatever the inputs; asking guards nothing."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(a == b)
 
 
 def run_on_program(
@@ -196,6 +206,14 @@ def fake_mode() -> Any:
     return FakeTensorMode()
 
 
+def fake_mode_of(*trees: Any) -> AbstractContextManager[Any]:
+    """The context to which the tensors without data among nested values belong."""
+    from torch.utils._pytree import tree_leaves
+
+    modes = (leaf.fake_mode for leaf in tree_leaves(trees) if isinstance(leaf, FakeTensor))
+    return next(modes, nullcontext())
+
+
 def inductor_code(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     """What Inductor's compilation of ``function`` returns for ``args``, and the code it generated."""
     from torch._inductor.utils import run_and_get_code
@@ -209,6 +227,13 @@ def aoti_round_trip(program: torch.export.ExportedProgram, path: str) -> Callabl
     from torch._inductor import aoti_compile_and_package, aoti_load_package
 
     return aoti_load_package(aoti_compile_and_package(program, package_path=path))
+
+
+def load_aoti_package(path: str) -> Callable[..., Any]:
+    """A package that `aoti_round_trip` made."""
+    from torch._inductor import aoti_load_package
+
+    return aoti_load_package(path)
 
 
 def mark_dynamic(x: Tensor, dims: tuple[int, ...]) -> None:

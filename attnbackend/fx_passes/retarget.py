@@ -12,16 +12,13 @@ from torch.fx import GraphModule
 from attnbackend.backend import KVCacheDims
 from attnbackend.fx_passes.base import Change
 from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
-from attnbackend.ops.agnostic import attention, kv_cache_update
 from attnbackend.ops.bind import attention_config, cache_dims, update_config
 from attnbackend.ops.generate import backend_of_op, backend_op
-from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, OpRole
+from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, OpRole, role_of
 from attnbackend.registry import require_implemented, resolve_backend
 from attnbackend.selector import AttentionSelectorConfig, backend_reasons
 
 __all__ = ["OpSite", "check_sites", "op_sites", "reasons_against", "retarget"]
-
-_AGNOSTIC = {attention: ATTENTION, kv_cache_update: KV_CACHE_UPDATE}
 
 
 @dataclass(frozen=True)
@@ -40,10 +37,11 @@ class OpSite:
     @classmethod
     def of(cls, op: OpNode) -> OpSite | None:
         """None for ops in no role of the dense pair."""
-        found = (None, _AGNOSTIC[op.op]) if op.op in _AGNOSTIC else backend_of_op(op.op)
-        if found is None or found[1] not in (ATTENTION, KV_CACHE_UPDATE):
+        role = role_of(op.op)
+        if role not in (ATTENTION, KV_CACHE_UPDATE):
             return None
-        backend, role = found
+        named = backend_of_op(op.op)
+        backend = named[0] if named else None
         call = role.call(**{name: tensor_of(a) for name, a in op.arguments().items()})
         dims = cache_dims(backend, call.kv_cache, call.kv_cache_dtype)
         config = attention_config(call, dims) if role is ATTENTION else update_config(call, dims)

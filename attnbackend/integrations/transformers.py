@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,10 +47,11 @@ from attnbackend.platforms import free_memory
 from attnbackend.runtime.served_model import AttentionLayer
 from attnbackend.types import AttentionType
 
-__all__ = ["ATTN_IMPLEMENTATION", "TransformersModel", "attention_forward"]
+__all__ = ["ATTN_IMPLEMENTATION", "BOUND", "CHUNK", "TransformersModel", "attention_forward"]
 
-_BOUND = "attnbackend_layer"
-_CHUNK = "attnbackend_chunk"
+BOUND = "attnbackend_layer"
+"""Attribute of an attention module that holds its `BoundLayer`."""
+CHUNK = "attnbackend_chunk"
 _OWNER = "attnbackend_owner"
 _REFUSED = ("position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
 """Arguments that change the result and that the ops do not take."""
@@ -76,8 +77,8 @@ def attention_forward(
     }  # fmt: skip
     batch = kwargs.get(BATCH)
     if isinstance(batch, BatchTensors):
-        features["attention_chunk_size"] = getattr(module, _CHUNK, None)
-        layer: BoundLayer = getattr(module, _BOUND)
+        features["attention_chunk_size"] = getattr(module, CHUNK, None)
+        layer: BoundLayer = getattr(module, BOUND)
         own = (key, value) if layer.writes_cache else (None, None)
         q_THD, k_TKD, v_TKD = (x if x is None else x[0].transpose(0, 1) for x in (query, *own))
         assert q_THD is not None
@@ -135,13 +136,19 @@ class TransformersModel:
 
     Args:
         model: a model such as ``AutoModelForCausalLM`` gives, in evaluation mode.
+        passes: what to run on compiled layers besides `SelectBackend` and `MergeLinears`, such as
+            `FuseRopeCacheWrite`.
+        merges_linears: on a GPU, lay the weights of linear layers of one input together and multiply at once.
 
     Raises:
         TypeError: not a transformers causal language model.
         ValueError: an attention kind that the ops do not have, or a model in training mode.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(
+        self, model: Any, *, passes: Sequence[GraphPass] = (), merges_linears: bool = True
+    ) -> None:  # fmt: skip
+        self._passes, self._merges_linears = tuple(passes), merges_linears
         _check_model(model)
         self._attn_implementation_before = model.config._attn_implementation
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
@@ -184,19 +191,19 @@ class TransformersModel:
         weakref.finalize(self, _release, self.model, owner)
         modules = dict(self.model.named_modules())
         for name, layer in layers.items():
-            setattr(modules[name], _BOUND, layer)
-            setattr(modules[name], _CHUNK, self._modules[modules[name]].config.attention_chunk_size)
+            setattr(modules[name], BOUND, layer)
+            setattr(modules[name], CHUNK, self._modules[modules[name]].config.attention_chunk_size)
             if is_latent_module(modules[name]):
                 adopt_latent_module(modules[name], layer)
         self._first = next((modules[name], layer) for name, layer in layers.items())
         if self.device.type == "cpu":
             self.packing = pack_linears(self.model, max_bytes=free_memory(self.device) // 2)
-        else:
+        elif self._merges_linears:
             self.num_merged = merge_linears(self.model)
 
     def compile(self, backend: str | None, *, in_pieces: bool = False) -> None:
         """Compiles each decoder layer for serving; equal layers share one compilation."""
-        passes: list[GraphPass] = [SelectBackend(backend)]
+        passes: list[GraphPass] = [SelectBackend(backend), *self._passes]
         if self.num_merged:
             passes.append(MergeLinears())
         self.compiler = make_compiler(backend, passes=passes, in_pieces=in_pieces)
@@ -211,7 +218,7 @@ class TransformersModel:
 
     def _kind_of(self, layer: nn.Module) -> tuple[Any, ...]:
         """Layers of a kind compile alike; Dynamo counts recompilations for each kind by itself."""
-        bound = [(m, getattr(m, _BOUND)) for m in layer.modules() if m in self._modules]
+        bound = [(m, getattr(m, BOUND)) for m in layer.modules() if m in self._modules]
         return tuple((b.group, b.writes_cache, m in self._sharing.values()) for m, b in bound)
 
     def forward(
@@ -219,7 +226,7 @@ class TransformersModel:
     ) -> Tensor:
         """Logits [len(logits_indices), vocab_size] at the given tokens of the batch [T]."""
         module, layer = self._first
-        if getattr(module, _BOUND, None) is not layer:
+        if getattr(module, BOUND, None) is not layer:
             raise RuntimeError("the model was given to another engine since; make a new Engine of it")
         if self.model.training:
             raise RuntimeError("the model was put in training mode since; call model.eval()")
@@ -230,12 +237,13 @@ class TransformersModel:
                 f"model.set_attn_implementation({ATTN_IMPLEMENTATION!r})"
             )
         with packed_weights_in_use():
-            result = self._run(input_ids, positions, logits_indices, batch)
+            result = self.step(input_ids, positions, logits_indices, batch)
         return result.logits[0]
 
-    def _run(
+    def step(
         self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, batch: BatchTensors
     ) -> Any:  # fmt: skip
+        """What the model returns for a batch, with the caches that its attention modules hold."""
         stand_in = {self._cache_argument: _Positions(positions)} if self._cache_argument else {}
         return self.model(
             input_ids=input_ids[None], position_ids=positions[None], attention_mask=self._no_mask,
@@ -284,7 +292,7 @@ def _release(model: nn.Module, owner: object = None) -> None:
     model.__dict__.pop(_OWNER, None)
     for module in model.modules():
         release_latent_module(module)
-        for name in (_BOUND, _CHUNK):
+        for name in (BOUND, CHUNK):
             if hasattr(module, name):
                 delattr(module, name)
         if isinstance(compiled_call(module), _CompiledLayer):

@@ -99,7 +99,7 @@ def role_of(op: torch._ops.OpOverload) -> OpRole | None:
 def define_function(
     name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
 ) -> torch._ops.OpOverload:
-    """Defines an op outside the roles, one that returns new tensors and writes none."""
+    """Defines an op outside the roles, one that returns new tensors; it writes what its schema says."""
     own = name.removeprefix(f"{NAMESPACE}::")
     _LIBRARY.define(f"{own}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(own, run, "CompositeExplicitAutograd")
@@ -109,7 +109,7 @@ def define_function(
 
 _FAKE_SOURCES = (
     "calls", "checks", "argument_checks", "attention_kinds", "bind", "binding", "mla_calls", "mla_checks",
-    "mla_bind", "packed_linear", "merged_linear",
+    "mla_bind", "packed_linear", "merged_linear", "rope_write",
 )  # fmt: skip
 """Modules of this package that say what the ops take and what their fakes do."""
 

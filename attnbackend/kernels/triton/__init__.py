@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .mla_config import mla_workspace_size
     from .page_indices import gather_page_indices
     from .paged import paged_attention
+    from .rope_writer import rope_cache_write
     from .splits import decode_num_splits, decode_workspace_size
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "mla_workspace_size",
     "paged_attention",
     "paged_decode_attention",
+    "rope_cache_write",
     "unavailable_reason",
     "write_latents",
 ]
@@ -54,6 +56,7 @@ _HOME = {
     "mla_workspace_size": "mla_config",
     "paged_attention": "paged",
     "paged_decode_attention": "decode",
+    "rope_cache_write": "rope_writer",
     "write_latents": "latent_rows",
 }
 

@@ -44,9 +44,13 @@ def copy_heads(
     COPY: tl.constexpr,
     CLAMP: tl.constexpr,
     HEADS: tl.constexpr,
+    FIRST_TILE: tl.tensor = 0,
 ) -> None:
-    """Write the heads of one token, quantised unless COPY (equal dtypes, no scale)."""
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    """Write the heads of one token, quantised unless COPY (equal dtypes, no scale).
+
+    FIRST_TILE: the program of axis 1 that writes the first heads.
+    """
+    head = (tl.program_id(1) - FIRST_TILE) * HEADS + tl.arange(0, HEADS)
     head64 = head.to(tl.int64)
     column = tl.arange(0, PAD)
     mask = (head < num_heads)[:, None] & (column < WIDTH)[None, :]

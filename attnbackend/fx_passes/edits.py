@@ -1,0 +1,77 @@
+"""Putting nodes into a graph: each gets the fake tensor that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from attnbackend._torch_compat import fake_mode_of
+from attnbackend.fx_passes.forms import Viewed, shape_of
+from attnbackend.fx_passes.nodes import may_write
+
+__all__ = ["emit", "emit_view", "first_write_between", "remove_unused"]
+
+aten = torch.ops.aten
+
+
+def emit(graph: Graph, target: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
+    """A call at the graph's insertion point, with the meta that tracing would have given it.
+
+    Args:
+        graph: where to.
+        target: the function.
+        args, kwargs: its arguments.
+        like: a node whose place in the model the new one has.
+    """
+    node = graph.call_function(target, args, kwargs)
+    node.meta.update({k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")})
+    key = "val" if "val" in like.meta else "example_value"
+
+    def value(x: Node) -> Any:
+        return x.meta.get("val", x.meta.get("example_value"))
+
+    fake_args, fake_kwargs = map_arg(args, value), map_arg(kwargs, value)
+    with fake_mode_of(fake_args, fake_kwargs):
+        node.meta[key] = target(*fake_args, **fake_kwargs)
+    return node
+
+
+def emit_view(graph: Graph, view: Viewed, like: Node) -> Node:
+    """``view`` as nodes: dimensions of its source in its order, those of size 1 that it lacks taken away."""
+    node, axes = view.source, list(view.axes)
+    rank = len(shape_of(node))
+    kept = [axis for axis in axes if axis is not None]
+    dropped = [axis for axis in range(rank) if axis not in kept]
+    order = [*dropped, *kept]
+    if order != list(range(rank)):
+        node = emit(graph, aten.permute.default, node, order, like=like)
+    for _ in dropped:
+        node = emit(graph, aten.select.int, node, 0, 0, like=like)
+    for place, axis in enumerate(axes):
+        if axis is None:
+            node = emit(graph, aten.unsqueeze.default, node, place, like=like)
+    return node
+
+
+def first_write_between(nodes: Iterable[Node], last: Node) -> Node | None:
+    """A call from the first of ``nodes`` to ``last``, itself left out, that may write memory."""
+    inside = set(nodes)
+    started = False
+    for node in last.graph.nodes:
+        started = started or node in inside
+        if node is last:
+            return None
+        if started and may_write(node):
+            return node
+    return None
+
+
+def remove_unused(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Erases those of ``nodes`` that nobody uses, users before what they use; writes stay."""
+    for node in sorted(set(nodes), reverse=True):
+        if not node.users and not may_write(node):
+            graph.erase_node(node)

@@ -1,0 +1,177 @@
+"""`FuseRopeCacheWrite`: head norms, rotary embedding and cache write in one op, layer by layer."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch.fx import Graph, GraphModule, Node
+
+from attnbackend.backends.standard import StandardCacheBackend
+from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
+from attnbackend.fx_passes.edits import emit, emit_view, first_write_between, remove_unused
+from attnbackend.fx_passes.forms import NoMatch, Viewed, name_of
+from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
+from attnbackend.fx_passes.rope_forms import RotatedHeads, match_rotated_heads
+from attnbackend.kernels import triton as kernels
+from attnbackend.ops.generate import backend_of_op
+from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, role_of
+from attnbackend.ops.rope_write import rope_kv_cache_update
+from attnbackend.registry import resolve_backend
+
+__all__ = ["FuseRopeCacheWrite"]
+
+_WHAT = "rotation and cache write"
+_SHAPE_ONLY = {"new_empty", "empty_like", "size", "sym_size", "stride", "dim"}
+"""Calls that read no element of a tensor."""
+_ASSERTION = "_assert_tensor_metadata"
+"""What export puts beside a conversion; it goes with the tensor that it speaks of."""
+
+
+class _Match(NamedTuple):
+    write: OpNode
+    reader: OpNode
+    query: RotatedHeads
+    key: RotatedHeads
+
+
+class FuseRopeCacheWrite(GraphPass):
+    """Rotation of queries and keys, norms of their heads before it, and the cache write become one op.
+
+    It looks at each cache write: the keys that it writes, and the queries of the attention that reads what
+    it wrote, must be rotated (halves turned, all or the first elements of a head) by angles of their tokens.
+    What is split off one projection stays a view. Rows of slot -1 get their query too.
+    """
+
+    name = "fuse_rope_cache_write"
+    stage = Stage.FUSE
+
+    def run(self, graph_module: GraphModule) -> PassReport:
+        graph, changes, misses = graph_module.graph, [], []
+        for write in list(find_ops(graph)):
+            if role_of(write.op) is not KV_CACHE_UPDATE:
+                continue
+            try:
+                changes.append(_fuse(graph, _match(graph, write)))
+            except NoMatch as no:
+                misses.append(NearMiss(write.node.name, _WHAT, (str(no),)))
+        if changes:
+            graph_module.recompile()
+        return PassReport(self.name, tuple(changes), tuple(misses))
+
+
+def _match(graph: Graph, write: OpNode) -> _Match:
+    if write.is_wrapped:
+        raise NoMatch("the write is inside functionalisation's wrapper; run UndoFunctionalization first")
+    _check_support(write)
+    given = write.arguments()
+    reader = _reader(graph, write)
+    match = _Match(
+        write, reader, match_rotated_heads(reader.arguments()["query"]), match_rotated_heads(given["key"])
+    )
+    if not match.key.has_angles_of(match.query):
+        raise NoMatch("queries and keys are rotated by different angles")
+    _check_order(match)
+    return match
+
+
+def _check_support(write: OpNode) -> None:
+    """Whether this layer's cache and types are what the fused kernel writes."""
+    given = write.arguments()
+    key, cache = tensor_of(given["key"]), tensor_of(given["kv_cache"])
+    if reason := kernels.unavailable_reason(key.device.type):
+        raise NoMatch(reason)
+    named = backend_of_op(write.op)
+    if named is not None and not issubclass(resolve_backend(named[0]), StandardCacheBackend):
+        raise NoMatch(f"{named[0]} has a cache of its own kind")
+    if cache.dim() != 5 or cache.shape[1] != 2:
+        raise NoMatch(f"the cache's shape is {tuple(cache.shape)}, not the standard one")
+    if key.shape[-1] % 8 or not 16 <= key.shape[-1] <= 256:
+        raise NoMatch(f"head size {key.shape[-1]}; the kernel takes multiples of 8 from 16 to 256")
+
+
+def _reader(graph: Graph, write: OpNode) -> OpNode:
+    """The first attention after the write that reads its cache, before the next write of it."""
+    cache = write.arguments()["kv_cache"]
+    seen = False
+    for op in find_ops(graph):
+        if seen and op.arguments().get("kv_cache") is cache:
+            if role_of(op.op) is ATTENTION:
+                return op
+            break
+        seen = seen or op.node is write.node
+    raise NoMatch("no attention reads the cache after this write")
+
+
+def _check_order(match: _Match) -> None:
+    write, inner = match.write.node, _inner_nodes(match)
+    for node in inner:
+        for user in node.users:
+            if user in inner or user in (write, match.reader.node):
+                continue
+            if name_of(user) in _SHAPE_ONLY and user > write:
+                continue
+            raise NoMatch(f"{node} is used by {user} too")
+    for value in (*match.query.inputs, *match.key.inputs):
+        if not value < write:
+            raise NoMatch(f"{value} comes after the write")
+    if (between := first_write_between(inner, write)) is not None:
+        raise NoMatch(f"{between} may write memory between the rotation and the cache write")
+
+
+def _inner_nodes(match: _Match) -> set[Node]:
+    """Everything between the inputs of the match and the rotated query and key, both included."""
+    ends = {*match.query.inputs, *match.key.inputs}
+    found: set[Node] = set()
+    stack = [match.reader.arguments()["query"], match.write.arguments()["key"]]
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in ends:
+            found.add(node)
+            stack += [n for n in node.all_input_nodes if n.op in ("call_function", "call_method")]
+    return found | {user for node in found for user in node.users if name_of(user) == _ASSERTION}
+
+
+def _fuse(graph: Graph, match: _Match) -> Change:
+    given, write = match.write.arguments(), match.write.node
+    inner = _inner_nodes(match)
+    old = match.reader.arguments()["query"], given["key"]
+    with graph.inserting_before(write):
+        both = _emit_op(graph, match, given)
+        new = [emit(graph, operator.getitem, both, place, like=write) for place in range(2)]
+    for before, after in zip(old, new, strict=True):
+        before.replace_all_uses_with(after, delete_user_cb=lambda user: user > write)
+    before_name = match.write.op.name()
+    graph.erase_node(write)
+    remove_unused(graph, inner)
+    norms = sum(x.norm is not None for x in (match.query, match.key))
+    done = f"{norms} head norms, " if norms else ""
+    return Change(write.name, f"{done}rotation, {before_name}", rope_kv_cache_update.name(), _because(match))
+
+
+def _because(match: _Match) -> str:
+    return f"{match.reader.node} reads the rotated {match.query.heads.source} and {match.key.heads.source}"
+
+
+def _emit_op(graph: Graph, match: _Match, given: dict[str, Any]) -> Node:
+    like = match.write.node
+
+    def put(view: Viewed) -> Node:
+        return emit_view(graph, view, like)
+
+    tensors = [put(view) for view in (match.query.heads, match.key.heads)]
+    angles = [put(view) for view in (match.key.cos, match.key.sin)]
+    options = dict(_norm_options(match))
+    options |= {k: v for k, v in given.items() if k in ("k_scale", "v_scale", "kv_cache_dtype", "group")}
+    return emit(
+        graph, rope_kv_cache_update, *tensors, given["value"], *angles, given["kv_cache"],
+        given["slot_mapping"], like=like, **options,
+    )  # fmt: skip
+
+
+def _norm_options(match: _Match) -> Iterator[tuple[str, Any]]:
+    for letter, heads in (("q", match.query), ("k", match.key)):
+        if heads.norm is not None:
+            yield f"{letter}_weight", heads.norm.weight
+            yield f"{letter}_eps", heads.norm.eps

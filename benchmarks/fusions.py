@@ -1,0 +1,131 @@
+"""`python -m benchmarks.fusions`: what each fusion of graph passes is worth in a decode step, on a GPU.
+
+Bfloat16 layers of Llama-8B's shape and of Qwen3-8B's (norms of heads before the rotation), random weights, a
+vocabulary of 1,024 so that layers count; 1,024 tokens of context; 1, 16 and 64 requests. Each side is
+an engine of its own; what is timed is the replay of its CUDA graph of a decode step, sides taking turns.
+Prints and writes medians, and how much less time a step takes than without the fusion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from attnbackend import Engine, SamplingParams
+from attnbackend.fx_passes import FuseRopeCacheWrite, GraphPass
+from attnbackend.integrations.transformers import TransformersModel
+
+_SHAPE = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 1024, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+_MODELS = {"Llama": 14336, "Qwen3": 12288}
+_CONTEXT, _ROUNDS, _REPLAYS = 1024, 15, 10
+
+Sides = dict[str, tuple[bool, Sequence[GraphPass]]]
+_SIDES: Sides = {
+    "nothing": (False, ()),
+    "merged linears": (True, ()),
+    "merged linears, rope + cache write": (True, (FuseRopeCacheWrite(),)),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints and writes; see ``--help``."""
+    parser = argparse.ArgumentParser("python -m benchmarks.fusions", description=__doc__)
+    parser.add_argument("--model", choices=_MODELS, action="append", help="may be repeated; default: both")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--backend", help="default: the automatic choice")
+    parser.add_argument("--output", type=Path, help="default: print only")
+    options = parser.parse_args(arguments)
+    result: dict[str, Any] = {}
+    for name in options.model or _MODELS:
+        engines = {side: _engine(name, *what, options) for side, what in _SIDES.items()}
+        for batch in options.batch:
+            result[f"{name}, batch {batch}"] = found = _measure(engines, batch, options.layers)
+            print(f"{name}, batch {batch}: {json.dumps(found)}", flush=True)
+        del engines
+    if options.output:
+        from benchmarks.environment import describe_environment
+
+        whole = {"environment": describe_environment(), "layers": options.layers, "us_per_layer": result}
+        options.output.write_text(json.dumps(whole, indent=1) + "\n")
+        print(f"written: {options.output}")
+
+
+def _engine(name: str, merges: bool, passes: Sequence[GraphPass], options: Any) -> Engine:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        **_SHAPE, intermediate_size=_MODELS[name], num_hidden_layers=options.layers, dtype=torch.bfloat16
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
+    served = TransformersModel(
+        model.eval().requires_grad_(False), passes=passes, merges_linears=merges
+    )  # fmt: skip
+    most = max(options.batch)
+    engine = Engine(
+        served, backend=options.backend, max_num_seqs=most, max_num_batched_tokens=8192, max_model_len=2048,
+        num_blocks=most * 72 + 1, compile=True, cudagraph_capture_sizes=options.batch,
+    )  # fmt: skip
+    changes = [str(report).splitlines()[0] for report in served.compiler.reports]
+    print(f"{name}: merges_linears={merges}: {'; '.join(sorted(set(changes)))}", flush=True)
+    return engine
+
+
+def _measure(engines: dict[str, Engine], batch: int, layers: int) -> dict[str, float]:
+    """Microseconds a layer (the step's by the number of layers), and gains in percent of the step."""
+    replays = {side: _replay_of(engine, batch) for side, engine in engines.items()}
+    times: dict[str, list[float]] = {side: [] for side in replays}
+    for _ in range(_ROUNDS):
+        for side, replay in replays.items():
+            times[side].append(_timed(replay))
+    medians = {side: 1e3 * median(found) / layers for side, found in times.items()}
+    sides, found = list(medians), {side: round(us, 2) for side, us in medians.items()}
+    for before, after in pairwise(sides):
+        gain = median(1 - a / b for a, b in zip(times[after], times[before], strict=True))
+        found[f"% less by {after.split(', ')[-1]}"] = round(100 * gain, 2)
+    for engine in engines.values():
+        for request in list(engine._progress):
+            engine.abort(request)
+    return found
+
+
+def _replay_of(engine: Engine, batch: int) -> Callable[[], None]:
+    """The graph of a step of ``batch`` requests in the middle of their answers."""
+    generator = torch.Generator().manual_seed(batch)
+    for _ in range(batch):
+        prompt = torch.randint(0, 1024, (_CONTEXT,), generator=generator).tolist()
+        engine.add_request(prompt, SamplingParams(max_tokens=200, ignore_eos=True))
+    while len(engine.step()) < batch:
+        pass
+    for _ in range(3):
+        engine.step()
+    graphs = engine.runner.graphs  # type: ignore[attr-defined]
+    key = [key for key in graphs.steps.num_replays if key.descriptor.num_tokens == batch][-1]
+    return graphs.steps._captured[key].graph.replay
+
+
+def _timed(replay: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay()
+    begin.record()
+    for _ in range(_REPLAYS):
+        replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / _REPLAYS
+
+
+if __name__ == "__main__":
+    main()

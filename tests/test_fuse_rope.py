@@ -1,0 +1,556 @@
+"""Rotation, head norms and cache write as one op: kernel, op, and the pass that puts it into graphs.
+
+Shape legend: T tokens, H query heads, K key-value heads, D head size, R rotated elements.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from model_zoo import EagerReference, make_model
+from program_steps import greedy, prompt_logits
+from torch import Tensor
+
+import attnbackend
+from attnbackend import ops
+from attnbackend.fx_passes import (
+    FuseRopeCacheWrite,
+    GraphPass,
+    PassManager,
+    PassReport,
+    SelectBackend,
+    graph_text,
+)
+from attnbackend.integrations.programs import ModelStep, export_model
+from attnbackend.kernels.triton import unavailable_reason
+from attnbackend.layers import BatchTensors
+from attnbackend.ops.rope_write import rope_kv_cache_update
+from attnbackend.testing import assert_within_rule
+
+T, H, K, D = 5, 4, 2, 32
+SLOTS = [17, -1, 40, 2, 63]
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.skipif(
+        unavailable_reason("cuda" if torch.cuda.is_available() else "cpu") is not None,
+        reason=f"Triton: {unavailable_reason('cuda' if torch.cuda.is_available() else 'cpu')}",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    dtype: torch.dtype = torch.float32
+    rotated: int = D
+    norms: bool = False
+    cache_dtype: str = "auto"
+    hnd: bool = False
+    split: bool = False
+    """Query, key and value are views of one tensor."""
+
+
+CASES = {
+    "plain": Case(),
+    "half types": Case(torch.bfloat16),
+    "float16, norms": Case(torch.float16, norms=True),
+    "partial": Case(rotated=16),
+    "partial, norms, of one projection": Case(rotated=16, norms=True, split=True),
+    "HND": Case(hnd=True, norms=True),
+    "fp8 cache": Case(torch.bfloat16, cache_dtype="fp8_e4m3"),
+    "fp8 cache as bytes, partial": Case(rotated=24, cache_dtype="fp8_e5m2", split=True),
+}
+
+
+def arguments(case: Case, device: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    if case.split:
+        cut = torch.randn(T, (H + 2 * K) * D).to(case.dtype).split([H * D, K * D, K * D], -1)
+        query, key, value = (x.unflatten(-1, (-1, D)) for x in cut)
+    else:
+        query, key, value = (torch.randn(T, n, D).to(case.dtype) for n in (H, K, K))
+    fp8 = case.cache_dtype.startswith("fp8")
+    cache = torch.full((4, K, 2, 16, D) if case.hnd else (4, 2, 16, K, D), 0x7F if fp8 else float("nan"))
+    cache = cache.to(torch.uint8 if fp8 else case.dtype)
+    scales = {f"{x}_scale": torch.tensor([s]) for x, s in (("k", 0.5), ("v", 2.0))} if fp8 else {}
+    weights = {f"{x}_weight": torch.rand(D).to(case.dtype) + 0.5 for x in ("q", "k")} if case.norms else {}
+    angles = torch.rand(T, case.rotated) * 6
+    found = {
+        "query": query, "key": key, "value": value, "cos": angles.cos().to(case.dtype),
+        "sin": angles.sin().to(case.dtype), "kv_cache": cache.permute(0, 2, 3, 1, 4) if case.hnd else cache,
+        "slot_mapping": torch.tensor(SLOTS), **weights, **scales,
+    }  # fmt: skip
+    found = {name: x.to(device) for name, x in found.items()}
+    return found | {"kv_cache_dtype": case.cache_dtype} | {f"{x}_eps": 1e-3 for x in ("q", "k") if weights}
+
+
+def by_hand(
+    x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, weight: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The definition, in ``dtype``."""
+    x_THD, cos_TR, sin_TR = (t.to(dtype) for t in (x_THD, cos_TR, sin_TR))
+    if weight is not None:
+        x_THD = x_THD * torch.rsqrt(x_THD.pow(2).mean(-1, keepdim=True) + 1e-3) * weight.to(dtype)
+    turned, rest = x_THD[..., : cos_TR.shape[-1]], x_THD[..., cos_TR.shape[-1] :]
+    low, high = turned.chunk(2, -1)
+    turned = turned * cos_TR[:, None] + torch.cat([-high, low], -1) * sin_TR[:, None]
+    return torch.cat([turned, rest], -1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_op_rotates_normalises_and_writes(name: str, device: str) -> None:
+    case, given = CASES[name], arguments(CASES[name], device)
+    before = given["kv_cache"].clone()
+    outputs = rope_kv_cache_update(**given)
+    for x, out in zip(("query", "key"), outputs, strict=True):
+        exact, plain = (
+            by_hand(given[x], given["cos"], given["sin"], given.get(f"{x[0]}_weight"), dtype)
+            for dtype in (torch.float64, case.dtype)
+        )
+        assert_within_rule(out, exact, plain, what=x, by="row")
+        assert out.is_contiguous()
+    expected = before.clone()
+    options = {k: given[k] for k in ("k_scale", "v_scale", "kv_cache_dtype") if k in given}
+    with attnbackend.set_config(backend="TORCH_SDPA" if device == "cpu" else "TRITON_ATTN"):
+        ops.kv_cache_update(outputs[1], given["value"], expected, given["slot_mapping"], **options)
+    assert torch.equal(given["kv_cache"].cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
+
+
+def test_opcheck() -> None:
+    given = arguments(CASES["partial, norms, of one projection"], "cpu")
+    given["kv_cache"].zero_()
+    torch.library.opcheck(rope_kv_cache_update, (), given)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cos": torch.ones(T, D + 2)}, r"shape of cos is \(5, 34\)"),
+        ({"q_weight": torch.ones(3)}, r"shape of q_weight is \(3,\)"),
+        ({"query": torch.ones(2, H, D)}, "tokens and head size of key"),
+        ({"slot_mapping": torch.ones(2, dtype=torch.int64)}, "slot_mapping"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rope_kv_cache_update(**(arguments(Case(), "cpu") | change))
+
+
+def turn(x: Tensor) -> Tensor:
+    return torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
+
+
+def turn_chunks(x: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((-high, low), dim=-1)
+
+
+def rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    return x_THD * cos_TD[:, None] + turn(x_THD) * sin_TD[:, None]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: BatchTensors, **options: Any) -> Tensor:
+    ops.kv_cache_update(k, v, cache, batch.slot_mapping)
+    out = torch.empty_like(q)
+    ops.attention(
+        q, k, v, cache, out, batch.query_start_loc, batch.seq_lens, batch.block_table, scale=0.2, **options
+    )
+    return out
+
+
+Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, BatchTensors], Any]
+
+
+def step_arguments() -> tuple[Any, ...]:
+    """Two requests, of three tokens and of one; the last token is padding."""
+    torch.manual_seed(1)
+    q, k, v = torch.randn(T, H, D), torch.randn(T, K, D), torch.randn(T, K, D)
+    angles = torch.rand(T, D) * 6
+    starts, lens = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([3, 1], dtype=torch.int32)
+    table = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
+    slots = torch.tensor([16, 17, 18, 48, -1])
+    return (
+        q,
+        k,
+        v,
+        angles.cos(),
+        angles.sin(),
+        torch.zeros(4, 2, 16, K, D),
+        BatchTensors(slots, starts, lens, table),
+    )
+
+
+def run(step: Step, passes: list[GraphPass] | None = None) -> tuple[Any, Tensor, str]:
+    """Result, cache and report, with passes or eagerly."""
+    given = step_arguments()
+    if passes is None:
+        return step(*given), given[5], ""
+    compiled: Any = attnbackend.compile(step, passes=passes, compiler="aot_eager", fullgraph=True)
+    return (
+        compiled(*given),
+        given[5],
+        str(compiled.attnbackend_compiler.reports[2 if len(passes) > 2 else -1]),
+    )
+
+
+def check(step: Step, *, fused: bool) -> str:
+    """With the pass and without: same results, same cache. Returns the pass's report."""
+    expected, expected_cache, _ = run(step)
+    actual, cache, report = run(step, [SelectBackend("TORCH_SDPA"), FuseRopeCacheWrite()])
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(cache, expected_cache, rtol=1e-5, atol=1e-6)
+    assert bool(cache.any())
+    assert ("1 changes" in report) == fused, report
+    return report
+
+
+def plain(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    return attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, batch)
+
+
+def model_layout(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    """Requests, heads, tokens, elements, as transformers has it."""
+    q4, k4, v4 = (x[None].transpose(1, 2) for x in (q, k, v))
+    cos4, sin4 = cos[None].unsqueeze(1), sin[None].unsqueeze(1)
+    q4, k4 = (sin4 * turn_chunks(x) + x * cos4 for x in (q4, k4))
+    return attend(*(x[0].transpose(0, 1) for x in (q4, k4, v4)), cache, batch)
+
+
+def partial(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    q, k = (
+        torch.cat([rotate(x[..., :16], cos[:, :16], sin[:, :16]), x[..., 16:]], -1).contiguous()
+        for x in (q, k)
+    )
+    return attend(q, k, v, cache, batch)
+
+
+def norm_by_hand(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def norms(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    weight = cos[0].abs() + 0.5
+    q, k = norm_by_hand(q, weight), torch.nn.functional.rms_norm(k, (D,), weight, 1e-6)
+    return attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, batch)
+
+
+@pytest.mark.parametrize("step", [plain, model_layout, partial, norms])
+def test_forms_that_are_fused(step: Step) -> None:
+    report = check(step, fused=True)
+    assert ("2 head norms" in report) == (step is norms)
+
+
+def test_the_graph_before_and_after() -> None:
+    seen: list[str] = []
+
+    class Look(GraphPass):
+        name = "look"
+
+        def run(self, graph_module: torch.fx.GraphModule) -> PassReport:
+            seen.append(graph_text(graph_module))
+            return PassReport("look")
+
+    run(model_layout, [SelectBackend("TORCH_SDPA"), Look(), FuseRopeCacheWrite(), Look()])
+    assert_expected_inline(
+        seen[0],
+        """\
+l_q_: input
+l_k_: input
+l_v_: input
+l_cos_: input
+l_sin_: input
+l_cache_: input
+l_batch_slot_mapping: input
+l_batch_query_start_loc: input
+l_batch_seq_lens: input
+l_batch_block_table: input
+getitem = getitem(l_q_, None)
+q4 = transpose(getitem, 1, 2)
+getitem_1 = getitem(l_k_, None)
+k4 = transpose(getitem_1, 1, 2)
+getitem_2 = getitem(l_v_, None)
+v4 = transpose(getitem_2, 1, 2)
+getitem_3 = getitem(l_cos_, None)
+cos4 = unsqueeze(getitem_3, 1)
+getitem_4 = getitem(l_sin_, None)
+sin4 = unsqueeze(getitem_4, 1)
+chunk = chunk(q4, 2, dim=-1)
+low = getitem(chunk, 0)
+high = getitem(chunk, 1)
+neg = neg(high)
+cat = cat([neg, low], dim=-1)
+mul = mul(sin4, cat)
+mul_1 = mul(q4, cos4)
+q4_1 = add(mul, mul_1)
+chunk_1 = chunk(k4, 2, dim=-1)
+low_1 = getitem(chunk_1, 0)
+high_1 = getitem(chunk_1, 1)
+neg_1 = neg(high_1)
+cat_1 = cat([neg_1, low_1], dim=-1)
+mul_2 = mul(sin4, cat_1)
+mul_3 = mul(k4, cos4)
+k4_1 = add(mul_2, mul_3)
+getitem_9 = getitem(q4_1, 0)
+transpose_3 = transpose(getitem_9, 0, 1)
+getitem_10 = getitem(k4_1, 0)
+transpose_4 = transpose(getitem_10, 0, 1)
+getitem_11 = getitem(v4, 0)
+transpose_5 = transpose(getitem_11, 0, 1)
+kv_cache_update_default = attnbackend::kv_cache_update(transpose_4, transpose_5, !l_cache_, l_batch_slot_mapping)
+out = empty_like(transpose_3)
+attention_default = attnbackend::torch_sdpa_forward(transpose_3, transpose_4, transpose_5, l_cache_, !out, l_batch_query_start_loc, l_batch_seq_lens, l_batch_block_table, scale=0.2)
+return [out]""",
+    )
+    assert_expected_inline(
+        seen[1],
+        """\
+l_q_: input
+l_k_: input
+l_v_: input
+l_cos_: input
+l_sin_: input
+l_cache_: input
+l_batch_slot_mapping: input
+l_batch_query_start_loc: input
+l_batch_seq_lens: input
+l_batch_block_table: input
+getitem = getitem(l_q_, None)
+q4 = transpose(getitem, 1, 2)
+getitem_1 = getitem(l_k_, None)
+k4 = transpose(getitem_1, 1, 2)
+getitem_2 = getitem(l_v_, None)
+v4 = transpose(getitem_2, 1, 2)
+getitem_3 = getitem(l_cos_, None)
+getitem_4 = getitem(l_sin_, None)
+getitem_11 = getitem(v4, 0)
+transpose_5 = transpose(getitem_11, 0, 1)
+permute_default = aten::permute(q4, [0, 2, 1, 3])
+select_int = aten::select.int(permute_default, 0, 0)
+permute_default_1 = aten::permute(k4, [0, 2, 1, 3])
+select_int_1 = aten::select.int(permute_default_1, 0, 0)
+select_int_2 = aten::select.int(getitem_3, 0, 0)
+select_int_3 = aten::select.int(getitem_4, 0, 0)
+rope_kv_cache_update_default = attnbackend::rope_kv_cache_update(select_int, select_int_1, transpose_5, select_int_2, select_int_3, !l_cache_, l_batch_slot_mapping)
+getitem_12 = getitem(rope_kv_cache_update_default, 0)
+getitem_13 = getitem(rope_kv_cache_update_default, 1)
+out = empty_like(getitem_12)
+attention_default = attnbackend::torch_sdpa_forward(getitem_12, getitem_13, transpose_5, l_cache_, !out, l_batch_query_start_loc, l_batch_seq_lens, l_batch_block_table, scale=0.2)
+return [out]""",
+    )
+
+
+def other_angles(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    return attend(rotate(q, cos, sin), rotate(k, cos + 1, sin), v, cache, batch)
+
+
+def angles_of_heads(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    cos_TKD = torch.stack([cos, cos * 2], 1)
+    k = k * cos_TKD + turn(k) * sin[:, None]
+    return attend(rotate(q, cos, sin), k, v, cache, batch)
+
+
+def turned_the_other_way(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    def other(x: Tensor) -> Tensor:
+        return x * cos[:, None] + torch.cat([x[..., D // 2 :], -x[..., : D // 2]], -1) * sin[:, None]
+
+    return attend(other(q), other(k), v, cache, batch)
+
+
+def interleaved(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    def other(x: Tensor) -> Tensor:
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+        return x * cos[:, None] + turned * sin[:, None]
+
+    return attend(other(q), other(k), v, cache, batch)
+
+
+def other_halves(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    """Turned somewhere else than in the middle."""
+
+    def other(x: Tensor) -> Tensor:
+        return x * cos[:, None] + torch.cat([-x[..., 12:], x[..., :12]], -1) * sin[:, None]
+
+    return attend(other(q), other(k), v, cache, batch)
+
+
+def keys_needed_elsewhere(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    k = rotate(k, cos, sin)
+    return attend(rotate(q, cos, sin), k, v, cache, batch), k * 2
+
+
+def scaled_after(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    return attend(rotate(q, cos, sin) * 1.5, rotate(k, cos, sin), v, cache, batch)
+
+
+def subtracted(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    k = k * cos[:, None] - turn(k) * sin[:, None]
+    return attend(rotate(q, cos, sin), k, v, cache, batch)
+
+
+def written_between(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    turned_q, turned_k = rotate(q, cos, sin), rotate(k, cos, sin)
+    cos.add_(1)
+    return attend(turned_q, turned_k, v, cache, batch)
+
+
+def no_reader(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    k = rotate(k, cos, sin)
+    ops.kv_cache_update(k, v, cache, batch.slot_mapping)
+    return rotate(q, cos, sin)
+
+
+def one_angle(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    cos, sin = cos[:1], sin[:1]
+    return attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, batch)
+
+
+def in_another_type(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    q, k = (rotate(x.double(), cos.double(), sin.double()).float() for x in (q, k))
+    return attend(q, k, v, cache, batch)
+
+
+def no_rotation(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    return attend(q * 2, k * 2, v, cache, batch)
+
+
+REFUSED: dict[Step, str] = {
+    other_angles: "rotated by different angles",
+    angles_of_heads: "differs between heads",
+    turned_the_other_way: "neg is looked for",
+    interleaved: "no factor that turns halves",
+    other_halves: "does not turn the halves",
+    keys_needed_elsewhere: "is used by",
+    scaled_after: "where add is looked for",
+    subtracted: "sub is looked for|is sub where add",
+    written_between: "may write memory between|is used by",
+    no_reader: "no attention reads the cache",
+    one_angle: "one row for all tokens|differs between heads or requests",
+    in_another_type: "where add is looked for",
+    no_rotation: "where add is looked for",
+}
+
+
+@pytest.mark.parametrize("step", REFUSED)
+def test_forms_that_are_left_alone_with_the_reason(step: Step) -> None:
+    import re
+
+    report = check(step, fused=False)
+    assert re.search(REFUSED[step], report), report
+
+
+def test_a_norm_that_is_none_is_not_taken_for_one() -> None:
+    """Mean over all heads instead of each: the rotation alone is fused."""
+
+    def step(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+        weight = cos[0].abs() + 0.5
+        q, k = (weight * (x * torch.rsqrt(x.pow(2).mean((-2, -1), keepdim=True) + 1e-6)) for x in (q, k))
+        return attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, batch)
+
+    assert "head norms" not in check(step, fused=True)
+
+
+def test_a_backend_with_a_cache_of_its_own_kind_keeps_its_writer() -> None:
+    from attnbackend.backends.cpu_attn import CPUAttentionBackend
+
+    class OwnCache(attnbackend.AttentionBackend, abstract=True):
+        pass
+
+    from attnbackend.fx_passes import fuse_rope
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuse_rope, "StandardCacheBackend", OwnCache)
+        _, _, report = run(plain, [SelectBackend("CPU_ATTN"), FuseRopeCacheWrite()])
+    assert "CPU_ATTN has a cache of its own kind" in report
+    assert not issubclass(CPUAttentionBackend, OwnCache)
+
+
+def test_the_functionalised_form_is_left_alone_with_advice() -> None:
+    program = torch.export.export(Module(), step_arguments()).run_decompositions()
+    (report,) = PassManager([FuseRopeCacheWrite()]).run_on(program)
+    assert "run UndoFunctionalization first" in str(report)
+
+
+class Module(torch.nn.Module):
+    def forward(self, *args: Any) -> Any:
+        return plain(*args)
+
+
+def random_step(seed: int) -> tuple[Step, bool]:
+    """A step in some of the spellings, with or without a fault that forbids the fusion."""
+    rng = random.Random(seed)
+    turned = rng.choice([turn, turn_chunks])
+    layout, sin_first, swap, normed = (rng.random() < 0.5 for _ in range(4))
+    fault = rng.choice([None, None, "scale", "angle", "use", "rest"])
+    rotated = rng.choice([D, 16])
+
+    def spell(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        parts = (x * cos, sin * turned(x)) if swap else (cos * x, turned(x) * sin)
+        return parts[1] + parts[0] if sin_first else parts[0] + parts[1]
+
+    def whole(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
+        x = norm_by_hand(x, weight) if normed else x
+        axis = 1
+        if layout:
+            x, axis = x[None].transpose(1, 2), 0
+        cos, sin = cos[:, :rotated].unsqueeze(axis), sin[:, :rotated].unsqueeze(axis)
+        if rotated < D:
+            rest = x[..., rotated:] * 2 if fault == "rest" else x[..., rotated:]
+            x = torch.cat([spell(x[..., :rotated], cos, sin), rest], -1)
+        else:
+            x = spell(x, cos, sin)
+        return x[0].transpose(0, 1) if layout else x
+
+    def step(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+        weight = sin[0].abs() + 0.5
+        turned_q = whole(q, cos, sin + 1 if fault == "angle" else sin, weight)
+        turned_k = whole(k, cos, sin, weight)
+        out = attend(turned_q * 2 if fault == "scale" else turned_q, turned_k, v, cache, batch)
+        return (out, turned_k.sum()) if fault == "use" else out
+
+    return step, fault is None or (fault == "rest" and rotated == D)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_spellings_keep_their_meaning(seed: int) -> None:
+    step, fused = random_step(seed)
+    check(step, fused=fused)
+
+
+@pytest.mark.parametrize(
+    ("name", "norms", "fused"),
+    [
+        ("llama", 0, 2),
+        ("qwen3", 2, 2),
+        ("gemma2", 0, 2),
+        ("smollm3", 0, 1),
+        pytest.param("phi3", 0, 2, marks=pytest.mark.slow),
+        pytest.param("glm", 0, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_every_layer_of_a_model_that_should_match_does(name: str, norms: int, fused: int) -> None:
+    """glm rotates pairs that lie side by side; smollm3's second layer has no positions at all."""
+    model, prompt = make_model(name), list(range(3, 12))
+    reference = EagerReference(model).logits(prompt)
+    program = export_model(model, passes=[])
+    reports = PassManager([SelectBackend("CPU_ATTN"), FuseRopeCacheWrite()]).run_on(program)
+    assert len(reports[-1].changes) == fused, str(reports[-1])
+    assert sum(f"{norms} head norms" in change.before for change in reports[-1].changes) == (
+        2 if norms else 0
+    )
+    assert len(reports[-1].near_misses) == 2 - fused
+    caches = ModelStep(model).new_caches(9)
+    logits = prompt_logits(program.module(), prompt, caches)
+    assert_within_rule(logits, *reference, what=name)
+    unfused = ModelStep(model).new_caches(9)
+    with torch.no_grad():
+        expected = greedy(ModelStep(model), prompt, 3, unfused)
+    assert greedy(program.module(), prompt, 3, caches) == expected
+    for a, b in zip(caches, unfused, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
