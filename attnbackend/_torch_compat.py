@@ -29,6 +29,7 @@ __all__ = [
     "flex_attention_in_math",
     "flex_attention_reason",
     "flex_kernel_options",
+    "has_avx512_bf16",
     "inductor_code",
     "inductor_graph_pass",
     "load_aoti_package",
@@ -240,6 +241,11 @@ def mark_dynamic(x: Tensor, dims: tuple[int, ...]) -> None:
     """Compiled code may not be specialised for these sizes of ``x``; the compiler raises where it would."""
     for dim in dims:
         torch._dynamo.mark_dynamic(x, dim)
+
+
+def has_avx512_bf16() -> bool:
+    """Whether the processor multiplies pairs of bfloat16."""
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def flex_attention_reason() -> str | None:

@@ -7,11 +7,10 @@ B cache blocks, S slots a block, W blocks a request, L keys of a request.
 from __future__ import annotations
 
 import math
-import os
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnbackend.kernels.cpu import _build, cache_write, paged_attention, unavailable_reason
+from attnbackend.kernels.cpu import (
+    _attention,
+    _build,
+    _cache_write,
+    cache_write,
+    paged_attention,
+    unavailable_reason,
+)
+from attnbackend.kernels.cpu._target import Target, runnable_targets
 
 pytestmark = pytest.mark.skipif(
     unavailable_reason() is not None, reason=f"no C++ kernels: {unavailable_reason()}"
@@ -348,6 +355,35 @@ def test_feature_matches_the_reference(name: str, threads: int) -> None:
 def test_feature_in_bfloat16_matches_the_reference(name: str) -> None:
     """Where the CPU multiplies bfloat16 pairs, both operands have to be bfloat16 to take that path."""
     check(replace(FEATURES[name], dtype=torch.bfloat16, cache_dtype=torch.bfloat16))
+
+
+EVERY_PATH = {
+    "plain": FEATURES["plain"],
+    "everything at once": FEATURES["everything at once"],
+    "poison": FEATURES["unused cache is inf"],
+    "own keys": FEATURES["own keys"],
+    "one long request": Case((1,), (2000,), heads=8, kv_heads=2, head_size=40),
+    "float16": Case(dtype=torch.float16, cache_dtype=torch.float16, head_size=40),
+    "bfloat16": Case(dtype=torch.bfloat16, cache_dtype=torch.bfloat16),
+    "e4m3": Case(cache_dtype=FP8[0], scales=2),
+    "e5m2": Case(cache_dtype=FP8[1], scales=1, head_size=72),
+}
+
+
+@pytest.mark.parametrize("target", runnable_targets()[:-1][:2], ids=lambda target: target.name)
+@pytest.mark.parametrize("name", EVERY_PATH)
+def test_lesser_instruction_sets_match_the_reference(
+    name: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = lesser_library(target)
+    for module in (_attention, _cache_write):
+        monkeypatch.setattr(module, "library", lambda: loaded)
+    check(EVERY_PATH[name])
+
+
+@cache
+def lesser_library(target: Target) -> Any:
+    return _build.load_library(target)
 
 
 @pytest.mark.parametrize("query_len", [1, 3, 40], ids=["decode", "several", "prefill"])
@@ -851,16 +887,6 @@ def test_cache_write_refuses_a_slot_mapping_of_another_length(length: int) -> No
         cache_write(key, key, cache[:, 0], cache[:, 1], torch.arange(length))
 
 
-# ---- building ------------------------------------------------------------------------------------
-
-
-def fake_compiler(folder: Path, body: str) -> str:
-    path = folder / "compiler"
-    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo fake 1.0 && exit 0\n{body}\n')
-    path.chmod(path.stat().st_mode | stat.S_IEXEC)
-    return str(path)
-
-
 def test_only_one_openmp_runtime_is_loaded() -> None:
     maps = Path("/proc/self/maps")
     if not maps.exists():
@@ -868,43 +894,3 @@ def test_only_one_openmp_runtime_is_loaded() -> None:
     torch.randn(300, 300) @ torch.randn(300, 300)
     loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
     assert len(loaded) <= 1
-
-
-def test_a_missing_compiler_is_a_build_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(_build.BuildError, match="no-such-compiler"):
-        _build.build()
-
-
-def test_a_failed_build_tells_the_compilers_message_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("CXX", fake_compiler(tmp_path, "echo no such flag >&2; exit 3"))
-    monkeypatch.setenv("ATTNBACKEND_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(_build.BuildError, match=r"exited with 3:\nno such flag"):
-        _build.build()
-    assert os.listdir(tmp_path / "cache") == []
-
-
-def test_a_library_is_built_once_and_appears_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    body = 'echo x >> "$0.log"; for out; do :; done; echo library > "$out"'
-    compiler = fake_compiler(tmp_path, body)
-    monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setenv("ATTNBACKEND_CACHE_DIR", str(tmp_path / "cache"))
-    first, second = _build.build(), _build.build()
-    assert first == second
-    assert first.read_text() == "library\n"
-    assert os.listdir(tmp_path / "cache") == [first.name]
-    assert Path(compiler + ".log").read_text() == "x\n"
-    with pytest.raises(_build.BuildError, match="loading"):
-        _build.load_library()
-
-
-def test_the_cached_name_depends_on_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    names = set()
-    for version in ("1.0", "2.0"):
-        compiler = fake_compiler(tmp_path, "")
-        text = Path(compiler).read_text().replace("1.0", version)
-        Path(compiler).write_text(text)
-        names.add(_build._fingerprint(_build._command(compiler)))
-    assert len(names) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,3 +191,10 @@ def test_a_size_marked_dynamic_is_no_constant_where_the_rest_is() -> None:
         compat.mark_dynamic(x, (0,))
         assert compiled(x).sum() == 4 * size**2
     assert len(graphs) == 1
+
+
+def test_bfloat16_pairs_are_known_as_the_system_knows_them() -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        pytest.skip("needs /proc/cpuinfo")
+    assert compat.has_avx512_bf16() == ("avx512_bf16" in cpuinfo.read_text())

@@ -9,6 +9,7 @@ import typer
 from attnbackend import __version__
 from attnbackend.cli.backends import backends
 from attnbackend.cli.bench import bench
+from attnbackend.cli.build import build
 from attnbackend.cli.check import check
 from attnbackend.cli.explain import explain
 from attnbackend.cli.generate import generate
@@ -46,3 +47,4 @@ app.command()(backends)
 app.command()(explain)
 app.command()(check)
 app.add_typer(bench, name="bench")
+app.command()(build)

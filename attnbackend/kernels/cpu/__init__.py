@@ -1,14 +1,28 @@
 """C++ kernels for the CPU: paged attention and the cache writer.
 
-Compiled on first use with the compiler in $CXX, or g++ or clang++, and kept under
-$ATTNBACKEND_CACHE_DIR (default ~/.cache/attnbackend). They use `torch.get_num_threads()` threads
-of the OpenMP runtime that torch uses.
+Compiled on first use with the compiler in $CXX, or g++ or clang++, and kept under $ATTNBACKEND_CACHE_DIR
+(default ~/.cache/attnbackend); `attnbackend build cpu` does it ahead of time. They use the instruction set
+that torch uses, which $ATEN_CPU_CAPABILITY limits, and `torch.get_num_threads()` threads of the OpenMP
+runtime that torch uses.
 """
 
 from __future__ import annotations
 
 from attnbackend.kernels.cpu._attention import paged_attention
+from attnbackend.kernels.cpu._build import BuildError
+from attnbackend.kernels.cpu._build import build as build_library
 from attnbackend.kernels.cpu._cache_write import cache_write
 from attnbackend.kernels.cpu._probe import unavailable_reason
+from attnbackend.kernels.cpu._target import TARGETS, Target, current_target, find_target
 
-__all__ = ["cache_write", "paged_attention", "unavailable_reason"]
+__all__ = [
+    "TARGETS",
+    "BuildError",
+    "Target",
+    "build_library",
+    "cache_write",
+    "current_target",
+    "find_target",
+    "paged_attention",
+    "unavailable_reason",
+]

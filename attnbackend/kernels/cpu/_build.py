@@ -5,27 +5,27 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
-import tempfile
+import time
 from functools import cache
 from pathlib import Path
 
 # Importing torch also loads the OpenMP runtime that the library must share.
 import torch
 
+from attnbackend.kernels.cpu._cached_file import folder_lock, is_whole, say, write_whole
 from attnbackend.kernels.cpu._structs import STRUCT_SIZES
+from attnbackend.kernels.cpu._target import Target, current_target
 
 _FOLDER = Path(__file__).parent
 _ENTRY_SOURCE = "kernels.cpp"
-_BUILD_TIMEOUT_S = 300
+_BUILD_TIMEOUT_S = 600
 # No flag here changes the meaning of inf, NaN or the order of additions.
 _FLAGS = (
     "-std=c++17",
     "-O3",
-    "-march=native",
     "-fopenmp",
     "-shared",
     "-fPIC",
@@ -57,27 +57,6 @@ def find_compiler() -> str:
     raise BuildError(f"no C++ compiler: looked on PATH for {looked}; install one or set CXX")
 
 
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"running {command[0]!r} failed: {error}") from error
-    if done.returncode != 0:
-        tail = "\n".join(done.stderr.splitlines()[-15:])
-        raise BuildError(f"{' '.join(command)} exited with {done.returncode}:\n{tail}")
-    return done.stdout
-
-
-def _cpu_features() -> str:
-    """What -march=native depends on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return f"{platform.machine()} {platform.processor()}"
-    kept = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
-    lines = cpuinfo.read_text().split("\n\n")[0].splitlines()
-    return "\n".join(line for line in lines if line.startswith(kept))
-
-
 def _openmp_link_flags() -> list[str]:
     """Links against torch's own libgomp where its name is not the standard one.
 
@@ -89,48 +68,73 @@ def _openmp_link_flags() -> list[str]:
     return []
 
 
-def _command(compiler: str) -> list[str]:
-    return [compiler, *_FLAGS, str(_FOLDER / _ENTRY_SOURCE), *_openmp_link_flags()]
+def _arguments(target: Target) -> list[str]:
+    """Of any compiler."""
+    return [*_FLAGS, *target.flags, str(_FOLDER / _ENTRY_SOURCE), *_openmp_link_flags()]
 
 
-def _fingerprint(command: list[str]) -> str:
-    sources = sorted(p for p in _FOLDER.iterdir() if p.suffix in (".h", ".cpp"))
-    parts = [" ".join(command), _run([command[0], "--version"]), _cpu_features()]
+def library_path(target: Target | None = None) -> Path:
+    """Where the library of this source, these flags, this torch and ``target`` is or would be.
+
+    It does not depend on the compiler: what one machine built serves another that has none.
+    """
+    target = target or current_target()
+    parts = [*_FLAGS, *target.flags, *_openmp_link_flags(), target.machine, torch.__version__, sys.platform]
     digest = hashlib.sha256("\0".join(parts).encode())
-    for path in sources:
+    for path in sorted(p for p in _FOLDER.iterdir() if p.suffix in (".h", ".cpp")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:24]
+    return cache_folder() / f"cpu_kernels_{target.name}_{digest.hexdigest()[:24]}.so"
 
 
-def _compile(command: list[str], target: Path) -> None:
-    """Builds beside the target and renames, so other processes see all of it or nothing."""
+def _run(command: list[str], scratch: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(scratch)}
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so.tmp")
-    except OSError as error:
-        raise BuildError(f"cannot write to {target.parent}: {error}; set ATTNBACKEND_CACHE_DIR") from error
-    os.close(handle)
-    try:
-        _run([*command, "-o", temporary])
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, env=environment
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"running {command[0]!r} failed: {error}") from error
+    if done.returncode != 0:
+        tail = "\n".join(done.stderr.splitlines()[-15:])
+        raise BuildError(f"{' '.join(command)} exited with {done.returncode}:\n{tail}")
 
 
-def build() -> Path:
-    """The path of the library for this source, compiler and CPU, compiled if it is not there."""
+def _compile(target: Target, path: Path) -> None:
+    compiler, start = find_compiler(), time.monotonic()
+    say(f"building the CPU kernels ({target.name}) with {compiler}, once, into {path.parent} ...")
+    write_whole(path, lambda built, scratch: _run([compiler, *_arguments(target), "-o", str(built)], scratch))
+    say(f"CPU kernels built in {time.monotonic() - start:.0f} s")
+
+
+def build(target: Target | None = None, *, anew: bool = False) -> Path:
+    """The path of the library, compiled if it is not there or not whole.
+
+    Args:
+        target: instruction set; None: what this process runs.
+        anew: compile it even where it is there.
+
+    Raises:
+        BuildError: no compiler, a failed compilation, or a folder that cannot be written to.
+    """
     if not sys.platform.startswith(("linux", "darwin")):
         raise BuildError(f"the C++ kernels build on Linux and macOS, not on {sys.platform!r}")
-    command = _command(find_compiler())
-    target = cache_folder() / f"cpu_kernels_{_fingerprint(command)}.so"
-    if not target.exists():
-        _compile(command, target)
-    return target
+    target = target or current_target()
+    path = library_path(target)
+    if is_whole(path) and not anew:
+        return path
+    find_compiler()  # before a folder is made for nothing
+    try:
+        with folder_lock(path.parent, "the CPU kernels"):
+            if anew or not is_whole(path):
+                if path.exists() and not anew:
+                    say(f"{path} is damaged and is built again")
+                _compile(target, path)
+    except OSError as error:
+        raise BuildError(f"cannot write to {path.parent}: {error}; set ATTNBACKEND_CACHE_DIR") from error
+    return path
 
 
-def load_library() -> ctypes.CDLL:
-    """Builds if need be, loads, and checks that the structs agree. BuildError if any fails."""
-    path = build()
+def _load(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -141,6 +145,16 @@ def load_library() -> ctypes.CDLL:
     sizes = library.attnbackend_struct_sizes()
     assert sizes == STRUCT_SIZES, f"args.h has struct sizes {sizes}, _structs.py {STRUCT_SIZES}"
     return library
+
+
+def load_library(target: Target | None = None) -> ctypes.CDLL:
+    """Builds if need be and loads; what does not load is built again, once. BuildError if that fails."""
+    path = build(target)
+    try:
+        return _load(path)
+    except BuildError as error:
+        say(f"{error}; building it again")
+        return _load(build(target, anew=True))
 
 
 @cache
