@@ -105,9 +105,9 @@ def test_twenty_prompts_in_one_batch_give_the_tokens_of_transformers_generate(
 
 
 def test_speculation_gives_the_tokens_of_transformers_generate(expected: list[list[int]]) -> None:
-    engine = make_engine(compile=False, num_blocks=28, speculative="ngram", num_speculative_tokens=3)
+    engine = make_engine(compile=False, num_blocks=20, speculative="ngram", num_speculative_tokens=3)
     batch = Batch(engine, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
-    assert batch.run(PROMPTS) == expected
+    assert batch.run(PROMPTS[:10]) == expected[:10]
     assert batch.preemptions > 0
     assert engine.proposer is not None
     print(engine.proposer.stats)

@@ -21,9 +21,14 @@ from runtime_toys import (
 )
 from torch import Tensor
 
+from attnbackend import registry_scope
+from attnbackend.cudagraph import RecordedGraphs
+from attnbackend.registry import register_backend
 from attnbackend.runtime import EngineCore, PreparedBatch, RequestOutput, SamplingParams, StepOutput
 from attnbackend.runtime.model_runner import build_runner
 from attnbackend.runtime.started_step import StartedStep
+from attnbackend.runtime.step_graphs import GraphOptions
+from attnbackend.testing.conformance.honest import HonestBackend
 
 GREEDY = SamplingParams(max_tokens=6)
 
@@ -204,12 +209,18 @@ def test_a_device_that_is_no_cpu_works_ahead_and_a_cpu_does_not() -> None:
     assert EngineCore(runner).is_async
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_models_give_the_same_tokens_either_way(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "backend"), [("llama", None), ("gemma3_text", None), ("llama", "HONEST")], ids=str
+)
+def test_models_give_the_same_tokens_either_way(family: str, backend: str | None) -> None:
+    """Two on the automatic choice, and one on graphs, which read the tokens where the device wrote them."""
+
     def tokens(ahead: bool) -> list[list[int]]:
+        graphs = GraphOptions(library=None if backend is None else lambda device: RecordedGraphs())
         runner = build_runner(
-            make_model(family), num_blocks=30, max_num_seqs=5, max_num_batched_tokens=24, compile=False
-        )
+            make_model(family), num_blocks=30, max_num_seqs=5, max_num_batched_tokens=24, compile=False,
+            backend=backend, graphs=graphs,
+        )  # fmt: skip
         engine = EngineCore(
             runner, max_num_seqs=5, max_num_batched_tokens=24, eos_token_ids=(7, 11), async_scheduling=ahead
         )
@@ -220,4 +231,6 @@ def test_models_give_the_same_tokens_either_way(family: str) -> None:
         prompts = [[3 + (5 * i + j) % 80 for j in range(1 + 4 * i)] for i in range(8)]
         return [output.token_ids for output in engine.generate(prompts, params)]
 
-    assert tokens(ahead=True) == tokens(ahead=False)
+    with registry_scope():
+        register_backend("HONEST")(HonestBackend)
+        assert tokens(ahead=True) == tokens(ahead=False)

@@ -158,6 +158,30 @@ def test_batches_of_decodes_are_uniform_whatever_is_proposed() -> None:
     assert all(s.all_decode and s.max_query_len == 4 and s.num_tokens == 4 * s.num_reqs for s in shapes[1:])
 
 
+def test_a_prompt_as_long_as_a_decode_is_not_taken_for_one() -> None:
+    """vllm #49918: a prompt of K + 1 tokens, alone or beside a decode, replayed the graph of decodes."""
+    shapes = []
+
+    class Watched(ToyRunner):
+        def execute(self, batch: PreparedBatch) -> Tensor:
+            shapes.append(batch.shape)
+            return super().execute(batch)
+
+    prompts, params = [[1, 2, 3, 1], [2, 2, 2, 2]], SamplingParams(max_tokens=9)
+    engine = toy_engine(Watched(vocab_size=VOCAB), speculative="ngram", num_speculative_tokens=3)
+    first = engine.add_request(prompts[0], params)
+    finished = {output.request_id: output.output for output in engine.step()}
+    second = engine.add_request(prompts[1], params)
+    while engine.has_unfinished():
+        finished.update({output.request_id: output.output for output in engine.step()})
+    assert [(s.num_tokens, s.max_query_len, s.all_decode) for s in shapes[:2]] == [
+        (4, 4, False),
+        (8, 4, False),
+    ]
+    expected = [plain(Job(prompt, params, 0)).token_ids for prompt in prompts]
+    assert [finished[i].token_ids for i in (first, second)] == expected  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("params", "text", "reason"),
     [
@@ -332,6 +356,12 @@ def test_decodes_with_drafts_run_from_graphs_of_uniform_batches() -> None:
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen2_window"])
 def test_models_with_windows_give_the_same_tokens(family: str) -> None:
     assert model_tokens(family, None, 4)[0] == model_tokens(family, None, 0)[0]
+
+
+def test_a_runner_that_was_built_for_other_drafts_is_refused() -> None:
+    runner = build_runner(make_model("llama"), num_blocks=9, compile=False, num_drafts=2)
+    with pytest.raises(ValueError, match="speculates with 3 tokens and its runner was built for 2"):
+        EngineCore(runner, speculative="ngram")
 
 
 def test_the_engine_passes_its_drafts_to_the_runner() -> None:

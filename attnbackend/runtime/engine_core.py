@@ -68,6 +68,7 @@ class EngineCore:
         _require_positive("max_num_batched_tokens", max_num_batched_tokens)
         num_drafts = drafts_of(speculative, num_speculative_tokens)
         _check_decodes(num_drafts, max_num_batched_tokens, async_scheduling)
+        _check_runner(runner, num_drafts)
         self.proposer = NgramProposer(num_drafts) if num_drafts else None
         self.runner = runner
         self.tokenizer = tokenizer
@@ -159,7 +160,8 @@ class EngineCore:
 
         Returns:
             One output for each request that got a token or ended; none for requests still inside
-            their prompt. Outputs of other requests that came up during `generate` come first.
+            their prompt. Outputs of other requests that came up during `generate` come first. With
+            `async_scheduling` they are those of the batch before, so there are none at first.
 
         Raises:
             Exception: whatever the runner raised, see the class.
@@ -265,9 +267,9 @@ class EngineCore:
             started, self._started = self._started, started
         if started is None:
             return []
-        return (
-            self._take_in(started) if self.proposer is None else self._take_in_drafts(started, self.proposer)
-        )
+        if self.proposer is not None:
+            return self._take_in_drafts(started, self.proposer)
+        return self._take_in(started)
 
     def _start_step(self) -> StartedStep | None:
         """The step that the device now runs; None where every request waits for a token of the one before."""
@@ -279,14 +281,18 @@ class EngineCore:
             return None
         if self.proposer is not None:
             _propose(self.proposer, step.scheduled)
-        batch = self.input_batch.prepare(step.scheduled)
+        return self._run(step.scheduled)
+
+    def _run(self, scheduled: Sequence[ScheduledRequest]) -> StartedStep:
+        """Start a step on the device; nothing has advanced if this raises."""
+        batch = self.input_batch.prepare(scheduled)
         logits = self.runner.execute(batch)
         self._num_steps += 1
         self._check_logits(logits, batch)
         sampled = sample(logits, batch.sampling)
-        started = StartedStep([step.scheduled[row].request for row in batch.sampled_rows], sampled)
+        started = StartedStep([scheduled[row].request for row in batch.sampled_rows], sampled)
         self.input_batch.started(sampled.ids)
-        self.scheduler.commit(step.scheduled)
+        self.scheduler.commit(scheduled)
         for request in started.requests:
             request.num_pending += 1
         return started
@@ -358,6 +364,15 @@ def _check_decodes(num_drafts: int, max_num_batched_tokens: int, async_schedulin
         raise ValueError(
             f"max_num_batched_tokens={max_num_batched_tokens} is less than one decode of 1 + "
             f"{num_drafts} speculative tokens; raise it, or lower num_speculative_tokens"
+        )
+
+
+def _check_runner(runner: ModelRunner, num_drafts: int) -> None:
+    built_for = getattr(runner, "num_drafts", num_drafts)
+    if built_for != num_drafts:
+        raise ValueError(
+            f"the engine speculates with {num_drafts} tokens and its runner was built for {built_for}; give "
+            "build_runner the same num_drafts"
         )
 
 

@@ -115,6 +115,7 @@ class ModelRunner:
         self.vocab_size = model.vocab_size
         self.placeholders: Mapping[int, str] = getattr(model, "placeholders", {})
         self.max_model_len = options.max_model_len or model.max_model_len
+        self.num_drafts = options.num_drafts
         self.max_seq_len = self.max_model_len + options.num_drafts
         """Most tokens of a request in the cache, drafts behind its end included."""
         self.block_size = options.block_size

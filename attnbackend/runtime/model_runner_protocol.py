@@ -16,7 +16,8 @@ class ModelRunner(Protocol):
     A runner that wants batches padded has a method ``padded_tokens(BatchShape) -> int`` as well, and one
     that captures graphs over the engine's buffers ``capture_graphs(padding)``, which is called once with a
     function that gives a batch of so many tokens of padding, in requests of so many. ``placeholders`` maps
-    token ids that prompts may not hold to what the model calls them.
+    token ids that prompts may not hold to what the model calls them. ``num_drafts``, where there is one, says
+    how many speculative tokens a decode the runner's plans and graphs have room for.
 
     Attributes:
         vocab_size: token ids are 0 .. vocab_size-1.
