@@ -122,11 +122,26 @@ def run_on_program(
     program: torch.export.ExportedProgram, run: Callable[[torch.fx.GraphModule], Any]
 ) -> None:  # fmt: skip
     """Rewrites an exported program's graph by ``run``, in place, keeping names in its signature true."""
+    program.graph_module.meta["written_inputs"] = _written_inputs(program)
     run(program.graph_module)
     outputs = program.graph.output_node().args[0]
     for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
         if isinstance(value, torch.fx.Node) and hasattr(spec.arg, "name"):
             spec.arg.name = value.name
+
+
+def _written_inputs(program: torch.export.ExportedProgram) -> dict[str, int]:
+    """Input -> which of the outputs is what the caller finds in it."""
+    signature = program.graph_signature
+    inputs = {name: node for node, name in signature.inputs_to_buffers.items()}
+    found = {}
+    for place, spec in enumerate(signature.output_specs):
+        name = getattr(spec.arg, "name", None)
+        if name in signature.buffers_to_mutate:
+            found[inputs[signature.buffers_to_mutate[name]]] = place
+        elif name in signature.user_inputs_to_mutate:
+            found[signature.user_inputs_to_mutate[name]] = place
+    return found
 
 
 def register_namedtuple(cls: type) -> None:

@@ -25,6 +25,7 @@ from attnbackend.fx_passes import (
     PassManager,
     PassReport,
     SelectBackend,
+    UndoFunctionalization,
     graph_text,
 )
 from attnbackend.integrations.programs import ModelStep, export_model
@@ -475,6 +476,11 @@ def test_the_functionalised_form_is_left_alone_with_advice() -> None:
     program = torch.export.export(Module(), step_arguments()).run_decompositions()
     (report,) = PassManager([FuseRopeCacheWrite()]).run_on(program)
     assert "run UndoFunctionalization first" in str(report)
+    reports = PassManager([FuseRopeCacheWrite(), UndoFunctionalization()]).run_on(program)
+    assert [len(report.changes) for report in reports] == [2, 1], "undone first, whatever the list's order"
+    given, expected = step_arguments(), step_arguments()
+    torch.testing.assert_close(program.module()(*given), plain(*expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(given[5], expected[5], rtol=1e-5, atol=1e-6)
 
 
 class Module(torch.nn.Module):

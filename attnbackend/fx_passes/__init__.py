@@ -11,9 +11,11 @@ from attnbackend.fx_passes.graph_text import graph_text
 from attnbackend.fx_passes.merge_linears import MergeLinears
 from attnbackend.fx_passes.pass_manager import PassManager
 from attnbackend.fx_passes.plugins import installed_passes
+from attnbackend.fx_passes.remove_no_ops import RemoveNoOps
 from attnbackend.fx_passes.retarget import retarget
 from attnbackend.fx_passes.select_backend import SelectBackend
 from attnbackend.fx_passes.shape_range import ShapeRange
+from attnbackend.fx_passes.undo_functionalization import UndoFunctionalization
 
 __all__ = [
     "BackendPriorities",
@@ -28,10 +30,12 @@ __all__ = [
     "PassConfig",
     "PassManager",
     "PassReport",
+    "RemoveNoOps",
     "SelectBackend",
     "ShapeRange",
     "Site",
     "Stage",
+    "UndoFunctionalization",
     "diff_html",
     "graph_text",
     "installed_passes",

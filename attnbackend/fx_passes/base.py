@@ -22,6 +22,8 @@ __all__ = ["Change", "GraphPass", "NearMiss", "PassConfig", "PassReport", "Stage
 class Stage(enum.IntEnum):
     """When a pass runs; within a stage, passes run in the order in which they are given."""
 
+    PREPARE = 0
+    """Functionalised calls become plain ones."""
     RECOGNISE = 1
     """Attention in other words becomes the agnostic ops."""
     SELECT = 2

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from attnbackend._torch_compat import FUNCTIONALIZED, StorageRef
-from attnbackend.fx_passes.nodes import OpNode, find_ops, wrapped_op, written_by
+from attnbackend._torch_compat import FUNCTIONALIZED
+from attnbackend.fx_passes.memory import Memory
+from attnbackend.fx_passes.nodes import OpNode, find_ops, written_by
 
 __all__ = ["CacheEvent", "CacheHistory", "CacheOrderError", "cache_history", "check_cache_history"]
 
@@ -67,7 +67,7 @@ def check_cache_history(pass_name: str, before: CacheHistory, after: CacheHistor
 
 def cache_history(graph_module: GraphModule) -> CacheHistory:
     """The history of every cache that an op of attnbackend takes as ``kv_cache``."""
-    memory = _Memory(graph_module)
+    memory = Memory(graph_module)
     caches = {
         memory.key(cache)
         for op in find_ops(graph_module.graph)
@@ -81,7 +81,7 @@ def cache_history(graph_module: GraphModule) -> CacheHistory:
 
 
 def _note(
-    node: Node, op: OpNode | None, memory: _Memory, caches: set[str], history: CacheHistory
+    node: Node, op: OpNode | None, memory: Memory, caches: set[str], history: CacheHistory
 ) -> None:  # fmt: skip
     if node.op == "output":
         for value in node.all_input_nodes:
@@ -111,83 +111,9 @@ def _what(node: Node, op: OpNode | None, writes: bool) -> str:
     return f"write of the slots {slots}" if writes else "read"
 
 
-def _is_epilogue(node: Node, memory: _Memory) -> bool:
+def _is_epilogue(node: Node, memory: Memory) -> bool:
     """Functionalised graphs end with a copy of the last version to the input: no write of its own."""
     if node.target is not torch.ops.aten.copy_.default:
         return False
     target, source = node.args[0], node.args[1]
     return isinstance(source, Node) and memory.key(target) == memory.key(source)
-
-
-class _Memory:
-    """Which memory each node stands for, and how many writes its value has seen."""
-
-    def __init__(self, graph_module: GraphModule) -> None:
-        self.plain_writes: Counter[str] = Counter()
-        self._keys: dict[Node, str] = {}
-        self._versions: dict[Node, int] = {}
-        self._handing_on: set[Node] = set()
-        storages: dict[StorageRef, str] = {}
-        for node in graph_module.graph.nodes:
-            self._place(node, storages)
-
-    def key(self, node: Any) -> str:
-        return self._keys.get(node, "")
-
-    def version(self, node: Any) -> int:
-        return self._versions.get(node, 0) + self.plain_writes[self.key(node)]
-
-    def hands_on(self, node: Node) -> bool:
-        """Whether the node does no more than to pass memory on: a view, an element of a tuple."""
-        return node in self._handing_on
-
-    def _place(self, node: Node, storages: dict[StorageRef, str]) -> None:
-        self._versions[node] = 0
-        if (base := _written_base(node)) is not None:
-            self._keys[node], self._versions[node] = self._keys[base], self._versions[base] + 1
-            self._handing_on.add(node)
-            return
-        storage = _storage(node)
-        source = next((a for a in node.all_input_nodes if self._shares(a, node, storage)), None)
-        if source is not None and node.op != "output":
-            self._keys[node], self._versions[node] = self._keys[source], self._versions[source]
-            if not written_by(node):
-                self._handing_on.add(node)
-        else:
-            self._keys[node] = storages.get(storage, node.name) if storage else node.name
-        if storage is not None:
-            storages.setdefault(storage, self._keys[node])
-
-    def _shares(self, source: Node, node: Node, storage: StorageRef | None) -> bool:
-        if storage is None:
-            return source is node.args[0] and _is_view(node)
-        other = _storage(source)
-        return other is not None and storage == other
-
-
-def _written_base(node: Node) -> Node | None:
-    """The value whose next version ``node`` is, where it is a result of a functionalised call."""
-    call = node.args[0] if node.op == "call_function" and len(node.args) == 2 else None
-    if not (isinstance(call, Node) and call.target in FUNCTIONALIZED) or not isinstance(node.args[1], int):
-        return None
-    op = wrapped_op(call)
-    assert op is not None
-    place = node.args[1] - max(1, len(op._schema.returns))
-    return written_by(call)[place] if place >= 0 else None
-
-
-def _storage(node: Node) -> StorageRef | None:
-    value = node.meta.get("val", node.meta.get("example_value"))
-    if isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    return StorageRef(value.untyped_storage())
-
-
-def _is_view(node: Node) -> bool:
-    """By the schema, for nodes without a fake tensor."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return getattr(node.target, "__name__", "") == "getitem"
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
