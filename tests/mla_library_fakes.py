@@ -233,3 +233,30 @@ def fake_flash_mla() -> types.ModuleType:
     module.flash_mla_with_kvcache = _flash_mla_with_kvcache  # type: ignore[attr-defined]
     module.flash_mla_sparse_fwd = _flash_mla_sparse_fwd  # type: ignore[attr-defined]
     return module
+
+
+def _cutlass_decode(
+    out: Tensor, lse: Tensor, latent: Tensor, rope: Tensor, cache: Tensor, lens: Tensor, table: Tensor,
+    workspace: Tensor, scale: float, splits: int,
+) -> None:  # fmt: skip
+    assert out.shape[1] == lse.shape[1] == 128
+    assert len(workspace) == table.shape[1] * cache.shape[1] + len(lens)
+    assert (lens.dtype, table.dtype, splits) == (torch.int32, torch.int32, -1)
+    query = torch.cat([latent, rope], -1)
+    out.fill_(NAN)
+    for token, keys in enumerate(lens.tolist()):
+        pages = table[token, : -(-keys // cache.shape[1])]
+        k = latent_rows(cache, pages, keys).expand(-1, query.shape[1], -1)
+        found, own, seen = attend(query[token : token + 1], k, k[..., :RANK], scale, True)
+        if bool(seen[0]):
+            out[token, : query.shape[1]], lse[token, : query.shape[1]] = found[0].to(out.dtype), own[0]
+
+
+def fake_vllm_ops() -> types.ModuleType:
+    """What stands for the module vllm._custom_ops."""
+    module = types.ModuleType("vllm._custom_ops")
+    module.sm100_cutlass_mla_decode = _cutlass_decode  # type: ignore[attr-defined]
+    module.sm100_cutlass_mla_get_workspace_size = (  # type: ignore[attr-defined]
+        lambda longest, requests, processors, splits: longest + requests
+    )
+    return module
