@@ -3,7 +3,8 @@
 Bfloat16, hidden 4096, 32 layers, 32/8 heads of 128, ffn 14336, vocabulary 128256; prompts of 1,024 tokens.
 Prints and writes, for each number of requests: the median time of a whole engine step (batch preparation,
 plans, replay, sampling, results on the host), what the host does in it but wait, the time of its graph alone,
-and what the graphs cost to capture.
+what lies between two graphs on the device's time line (sampling, copies, plans, idling), and what the graphs cost
+to capture.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import torch
 
 from attnbackend import Engine, SamplingParams
 from benchmarks.environment import describe_environment
+from benchmarks.graph_gaps import graph_gaps
 
 _SHAPE = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 16384,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
 }  # fmt: skip
 _PROMPT, _STEPS, _WARM_UPS = 1024, 48, 8
@@ -40,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--ahead", action=argparse.BooleanOptionalAction, default=True, help="see async_scheduling"
     )
+    parser.add_argument("--captures", action="store_true", help="print what each graph took to capture")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/decode_step.json"))
     options = parser.parse_args(arguments)
@@ -74,11 +77,13 @@ def measure_backend(model: Any, backend: str | None, batches: list[int], options
     found: dict[str, Any] = {"seconds_to_ready": round(ready, 1), "backend": _backends(engine)}
     graphs = engine.runner.graphs  # type: ignore[attr-defined]
     if graphs is not None:
-        costs = graphs.steps.report.costs
+        report = graphs.steps.report
         found["mode"] = graphs.dispatcher.mode.name
-        found["graphs"] = len(costs)
-        found["capture_seconds"] = round(sum(cost.seconds for cost in costs), 2)
-        found["capture_gib"] = round(sum(cost.bytes for cost in costs) / 2**30, 3)
+        found["graphs"] = len(report.costs)
+        found["capture_seconds"] = round(report.seconds, 2)
+        found["capture_gib"] = round(report.num_bytes / 2**30, 3)
+        if options.captures:
+            print(report, flush=True)
     print(json.dumps(found), flush=True)
     found["steps"] = {}
     for batch in batches:
@@ -105,7 +110,8 @@ def measure_batch(engine: Engine, batch: int, profile: bool = False) -> dict[str
     while len(engine.step()) < batch:
         pass
     prefill = batch * _PROMPT / (time.perf_counter() - started)
-    times, waits = _time_steps(engine, batch)
+    with graph_gaps() as gaps:
+        times, waits = _time_steps(engine, batch)
     host = [step - wait for step, wait in zip(times, waits, strict=True)]
     result = {
         "step_ms": round(1e3 * median(times), 3),
@@ -114,7 +120,9 @@ def measure_batch(engine: Engine, batch: int, profile: bool = False) -> dict[str
     }
     replay = _replay_ms(engine, batch)
     if replay is not None:
-        result["outside_graph_share"] = round(max(0.0, 1 - replay / result["step_ms"]), 3)
+        between = gaps.microseconds()
+        result["between_graphs_us"] = round(between)
+        result["between_graphs_share"] = round(between / (between + 1e3 * replay), 4)
     if profile:
         print_kernels(engine)
     for request in list(engine._progress):
@@ -161,7 +169,7 @@ def _replay_ms(engine: Engine, batch: int) -> float | None:
     graphs = engine.runner.graphs  # type: ignore[attr-defined]
     if graphs is None:
         return None
-    found = [key for key in graphs.steps.num_replays if key.descriptor.num_tokens == batch]
+    found = [key for key in graphs.steps.num_replays if key.descriptor == (batch, batch, True)]
     if not found:
         return None
     graph = graphs.steps._captured[found[-1]].graph

@@ -49,7 +49,7 @@ class GraphLibrary(Protocol):
     def capture(self, work: Work, *, in_pieces: bool, is_first: bool) -> Graph: ...
 
 
-class _CUDAGraph:
+class CapturedGraph:
     """Graphs, and the calls between them. The output's memory is the pool's: later captures use it too."""
 
     def __init__(
@@ -91,7 +91,7 @@ class CUDAGraphs:
             parts = CUDAPieces(self._begin, self._end)
             with parts, set_breaks(parts if in_pieces else None):
                 output = work()
-            made = _CUDAGraph(parts.parts, output, torch.cuda.memory_reserved() - before, self._pool)
+            made = CapturedGraph(parts.parts, output, torch.cuda.memory_reserved() - before, self._pool)
         torch.cuda.current_stream().wait_stream(self._stream)
         return made
 
