@@ -3,8 +3,8 @@
 Bfloat16, hidden 4096, 32 layers, 32/8 heads of 128, ffn 14336, vocabulary 128256; prompts of 1,024 tokens.
 Prints and writes, for each number of requests: the median time of a whole engine step (batch preparation,
 plans, replay, sampling, results on the host), what the host does in it but wait, the time of its graph alone,
-what lies between two graphs on the device's time line (sampling, copies, plans, idling), and what the graphs cost
-to capture.
+what lies between two graphs on the device's time line (sampling, copies, plans, idling), and what the graphs
+cost to capture.
 """
 
 from __future__ import annotations

@@ -196,6 +196,44 @@ def test_a_batch_runs_from_the_smallest_graph_that_holds_it(
     assert expected.mode is NONE or expected in list(dispatcher(mode).graphs())
 
 
+WHY_NOT_WHOLE = [
+    (FULL, mixed(17, 2), ["num_tokens=17 (allowed: at most 16, the largest graph)"]),
+    (PIECEWISE, decode(3), ["cudagraph_mode=PIECEWISE (allowed: one with FULL, for whole steps)"]),
+    (NONE, decode(3), ["cudagraph_mode=NONE (allowed: one with FULL, for whole steps)"]),
+    (
+        BOTH,
+        mixed(3, 2),
+        ["all_decode=False (allowed: True: the whole graphs of FULL_AND_PIECEWISE hold decodes)"],
+    ),
+    (
+        DECODE_ONLY,
+        BatchShape(9, 9, 1, True),
+        ["num_tokens=9 (allowed: at most 8, the largest graph)"],
+    ),
+    (
+        BOTH,
+        BatchShape(3, 2, 2, True),
+        ["query lengths=3 of 2 requests (allowed: 1 of each request, as in the graphs of decodes)"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("mode", "batch", "reasons"), WHY_NOT_WHOLE)
+def test_a_step_without_a_whole_graph_has_its_reasons(
+    mode: CUDAGraphMode, batch: BatchShape, reasons: list[str]
+) -> None:
+    assert list(map(str, dispatcher(mode).reasons(batch))) == reasons
+
+
+@pytest.mark.parametrize("mode", CUDAGraphMode)
+def test_reasons_are_given_exactly_where_there_is_no_whole_graph(mode: CUDAGraphMode) -> None:
+    for tokens, reqs, q in itertools.product(range(1, 20), range(1, 9), (1, 2)):
+        for all_decode in (False, True):
+            batch = BatchShape(tokens, min(reqs, tokens), min(q, tokens), all_decode)
+            whole = dispatcher(mode).dispatch(batch).mode is FULL
+            assert bool(dispatcher(mode).reasons(batch)) == (not whole)
+
+
 def test_prompts_of_one_token_look_like_decodes_and_are_none() -> None:
     one_token_prompts = BatchShape(3, 3, 1, False)
     assert dispatcher(DECODE_ONLY).dispatch(one_token_prompts).mode is NONE

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from attnbackend.cudagraph.modes import CUDAGraphMode
 from attnbackend.cudagraph.sizes import padded_size
+from attnbackend.types import Reason
 
 __all__ = ["BatchDescriptor", "BatchShape", "CUDAGraphDispatcher", "Dispatch"]
 
@@ -70,12 +71,32 @@ class CUDAGraphDispatcher:
     def dispatch(self, batch: BatchShape) -> Dispatch:
         """The graph for a batch: a whole one if there is any, then pieces, then none."""
         if batch.all_decode and self.mode.decode_mode is CUDAGraphMode.FULL:
-            q = self.uniform_query_len
-            is_uniform = batch.max_query_len == q and batch.num_tokens == batch.num_reqs * q
-            size = padded_size(self.decode_sizes, batch.num_tokens) if is_uniform else None
+            size = padded_size(self.decode_sizes, batch.num_tokens) if self._is_uniform(batch) else None
             if size is not None:
                 return Dispatch(CUDAGraphMode.FULL, self._uniform(size))
         return self._any_batch(batch.num_tokens)
+
+    def reasons(self, batch: BatchShape) -> tuple[Reason, ...]:
+        """Why a batch does not run from one whole graph; none where it does."""
+        full, mode = CUDAGraphMode.FULL, self.mode
+        if self.dispatch(batch).mode is full:
+            return ()
+        if full not in (mode.decode_mode, mode.mixed_mode):
+            return (Reason("cudagraph_mode", mode.name, "one with FULL, for whole steps"),)
+        found = []
+        sizes = self.sizes if mode.mixed_mode is full else self.decode_sizes
+        if mode.mixed_mode is not full and not batch.all_decode:
+            found.append(Reason("all_decode", False, f"True: the whole graphs of {mode.name} hold decodes"))
+        elif mode.mixed_mode is not full and not self._is_uniform(batch):
+            allowed = f"{self.uniform_query_len} of each request, as in the graphs of decodes"
+            found.append(Reason("query lengths", f"{batch.num_tokens} of {batch.num_reqs} requests", allowed))
+        if batch.num_tokens > sizes[-1]:
+            found.append(Reason("num_tokens", batch.num_tokens, f"at most {sizes[-1]}, the largest graph"))
+        return tuple(found)
+
+    def _is_uniform(self, batch: BatchShape) -> bool:
+        q = self.uniform_query_len
+        return batch.max_query_len == q and batch.num_tokens == batch.num_reqs * q
 
     def _any_batch(self, num_tokens: int) -> Dispatch:
         size = padded_size(self.sizes, num_tokens)
