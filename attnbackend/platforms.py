@@ -64,7 +64,7 @@ _MLA_ROCM = (
     "TORCH_MLA", "TORCH_MLA_SPARSE",
 )  # fmt: skip
 _MLA_XPU = ("TRITON_MLA", "XPU_MLA_SPARSE", "TORCH_MLA", "TORCH_MLA_SPARSE")
-_MLA_CPU = ("TORCH_MLA", "TORCH_MLA_SPARSE")
+_MLA_CPU = ("CPU_MLA", "TORCH_MLA", "TORCH_MLA_SPARSE")
 
 
 def backend_priorities(platform: Platform, *, use_mla: bool) -> tuple[str, ...]:

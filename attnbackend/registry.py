@@ -101,6 +101,7 @@ class AttentionBackendEnum(_BackendMember):
     MINIMAX_M3_SPARSE = f"{_HERE}.minimax_m3_sparse.MiniMaxM3SparseBackend"
     TORCH_SDPA = f"{_HERE}.torch_sdpa.TorchSDPABackend"
     NO_ATTENTION = f"{_HERE}.no_attention.NoAttentionBackend"
+    CPU_MLA = f"{_HERE}.mla.cpu_mla.CPUMLABackend"
     TORCH_MLA = f"{_HERE}.mla.torch_mla.TorchMLABackend"
     TORCH_MLA_SPARSE = f"{_HERE}.mla.torch_mla.TorchMLASparseBackend"
     TRITON_MLA = f"{_HERE}.mla.triton_mla.TritonMLABackend"

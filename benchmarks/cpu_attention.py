@@ -128,7 +128,10 @@ def _amount(sides: dict[str, Call], seconds: float) -> tuple[int, int]:
 
 def _sides(inputs: Inputs, with_peer: bool) -> dict[str, Call]:
     """Calls that were run once and agree."""
-    outputs = {name: torch.full_like(inputs.query, float("nan")) for name in ("own", "vllm")}
+    outputs = {
+        name: torch.full(inputs.output_shape, float("nan"), dtype=inputs.query.dtype)
+        for name in ("own", "vllm")
+    }
     sides: dict[str, Call] = {"own": lambda: _own(inputs, outputs["own"])}
     if with_peer:
         sides["vllm"] = peer_side(inputs, outputs["vllm"])
@@ -141,7 +144,11 @@ def _sides(inputs: Inputs, with_peer: bool) -> dict[str, Call]:
 
 
 def _own(inputs: Inputs, output: torch.Tensor) -> None:
-    keys, values = inputs.kv_cache.unbind(1)
+    if inputs.kv_lora_rank is None:
+        keys, values = inputs.kv_cache.unbind(1)
+    else:
+        keys = inputs.kv_cache.unsqueeze(2)
+        values = keys[..., : inputs.kv_lora_rank]
     paged_attention(
         inputs.query, keys, values, output, inputs.query_start_loc, inputs.seq_lens, inputs.block_table,
         scale=inputs.scale,

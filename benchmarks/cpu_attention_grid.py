@@ -39,9 +39,13 @@ class Point:
     num_heads: int = 32
     num_kv_heads: int = 8
     head_size: int = 128
+    kv_lora_rank: int | None = None
+    """Of latent attention, whose values are so many elements of the one key; None: keys and values."""
 
     @property
     def name(self) -> str:
+        if self.kv_lora_rank is not None:
+            return f"latent {self.work} heads {self.num_heads} {str(self.dtype).removeprefix('torch.')}"
         return f"{self.work} block {self.block_size} {str(self.dtype).removeprefix('torch.')}"
 
 
@@ -52,12 +56,17 @@ class Inputs:
     query: Tensor
     """[T, H, D]."""
     kv_cache: Tensor
-    """[B, 2, S, K, D], each request's blocks in random places."""
+    """[B, 2, S, K, D], or [B, S, D] of latents; each request's blocks in random places."""
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
     """int32 [R, W]."""
     scale: float
+    kv_lora_rank: int | None = None
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        return (*self.query.shape[:2], self.kv_lora_rank or self.query.shape[2])
 
 
 def _points() -> Iterator[Point]:
@@ -66,10 +75,16 @@ def _points() -> Iterator[Point]:
         yield Point(
             work=work, query_lens=query_lens, seq_lens=seq_lens, block_size=block_size, dtype=dtype
         )  # fmt: skip
+    decodes = [(work, batch) for work, batch in WORK.items() if work.startswith("decode")]
+    for (work, (query_lens, seq_lens)), heads, dtype in product(decodes, (16, 128), dtypes):
+        yield Point(
+            work=work, query_lens=query_lens, seq_lens=seq_lens, block_size=16, dtype=dtype,
+            num_heads=heads, num_kv_heads=1, head_size=576, kv_lora_rank=512,
+        )  # fmt: skip
 
 
 GRID = tuple(_points())
-QUICK = tuple(p for p in GRID if p.block_size == 16 and "ctx128" in p.work)
+QUICK = tuple(p for p in GRID if p.block_size == 16 and "ctx128" in p.work and p.num_heads <= 32)
 
 
 def make_inputs(point: Point, generator: torch.Generator) -> Inputs:
@@ -79,11 +94,14 @@ def make_inputs(point: Point, generator: torch.Generator) -> Inputs:
     table_RW = torch.zeros(len(counts), max(counts), dtype=torch.int32)
     for row, blocks in zip(table_RW, order.split(counts), strict=True):
         row[: len(blocks)] = blocks
-    cache_shape = (sum(counts) + 1, 2, point.block_size, point.num_kv_heads, point.head_size)
+    cache_shape: tuple[int, ...] = (sum(counts) + 1, point.block_size, point.head_size)
+    if point.kv_lora_rank is None:
+        cache_shape = (sum(counts) + 1, 2, point.block_size, point.num_kv_heads, point.head_size)
     query_shape = (sum(point.query_lens), point.num_heads, point.head_size)
     starts = torch.tensor((0, *point.query_lens)).cumsum(0)
     return Inputs(
         torch.randn(query_shape, generator=generator).to(point.dtype),
         torch.randn(cache_shape, generator=generator).to(point.dtype),
         starts.int(), torch.tensor(point.seq_lens).int(), table_RW, point.head_size**-0.5,
+        point.kv_lora_rank,
     )  # fmt: skip

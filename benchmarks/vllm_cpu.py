@@ -48,6 +48,10 @@ def _filled_cache(inputs: Inputs, isa: str) -> tuple[Tensor, Tensor]:
 
 def peer_side(inputs: Inputs, output: Tensor) -> Callable[[], None]:
     """A call of the kernel alone: what it plans once a step is done here, outside the time."""
+    if inputs.kv_lora_rank is not None:
+        return lambda: torch.ops._C.mla_decode_kvcache(
+            output, inputs.query, inputs.kv_cache, inputs.scale, inputs.block_table, inputs.seq_lens
+        )
     query, heads = inputs.query, inputs.query.shape[1]
     block_size, kv_heads, head_size = inputs.kv_cache.shape[2:]
     isa = _instruction_set(block_size)

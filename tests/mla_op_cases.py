@@ -10,7 +10,7 @@ from attnbackend.selector import backend_reasons
 from attnbackend.testing.mla_cases import MLACase
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MLA_BACKENDS = ("TORCH_MLA",)
+MLA_BACKENDS = ("TORCH_MLA", "CPU_MLA")
 SPARSE_BACKENDS = ("TORCH_MLA_SPARSE",)
 
 FEATURES = {

@@ -143,5 +143,8 @@ def test_cpu_attention_measures_every_point_of_the_quick_grid(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(file.read_text())["runs"]
     names = [point["name"] for point in run["points"]]
-    assert names == ["decode b1 ctx128 block 16 float32", "decode b1 ctx128 block 16 bfloat16"]
+    assert names == [
+        "decode b1 ctx128 block 16 float32", "decode b1 ctx128 block 16 bfloat16",
+        "latent decode b1 ctx128 heads 16 float32", "latent decode b1 ctx128 heads 16 bfloat16",
+    ]  # fmt: skip
     assert all(point["own_ms"]["median"] > 0 and "ratio" not in point for point in run["points"])

@@ -47,20 +47,29 @@ def _call(backend: str, role: str, batch: MLABatch) -> None:
     mla_op(backend, role)(*positional, **keyword)
 
 
+def _require_rows_of(feature: str, backend: str) -> None:
+    if feature == "packed" and backend != "agnostic":
+        require_mla(backend, torch.bfloat16, kv_cache_dtype="fp8_ds_mla", head_size=576, kv_lora_rank=512)
+
+
 @pytest.mark.parametrize(("feature", "batch"), CASES)
 @pytest.mark.parametrize("backend", AGNOSTIC_AND_OWN)
 def test_queries_on_latents_are_right(backend: str, feature: str, batch: str) -> None:
+    _require_rows_of(feature, backend)
     made = make_mla_batch(mla_case(feature, batch), DEVICE)
     _call(backend, "forward_mqa", made)
     assert_mqa_within_rule(made)
 
 
+@pytest.mark.parametrize("prefill", ["TORCH", "CPU"])
 @pytest.mark.parametrize("context_tokens", [32, 4096])
 @pytest.mark.parametrize(("feature", "batch"), CASES)
-def test_whole_steps_are_right(feature: str, batch: str, context_tokens: int) -> None:
+def test_whole_steps_are_right(feature: str, batch: str, context_tokens: int, prefill: str) -> None:
     """32 context tokens at once are three chunks for a context of 40 of two requests."""
+    if prefill == "CPU":
+        require_mla("CPU_MLA")
     made = make_mla_batch(mla_case(feature, batch), DEVICE)
-    with set_config(mla_context_tokens=context_tokens):
+    with set_config(mla_context_tokens=context_tokens, mla_prefill=prefill):
         _call("TORCH_MLA", "forward_mixed", made)
     assert_mixed_within_rule(made)
 
@@ -90,6 +99,7 @@ def test_selected_tokens_alone_are_seen(backend: str, batch: str) -> None:
 )
 @pytest.mark.parametrize("backend", AGNOSTIC_AND_OWN)
 def test_cache_writes_leave_the_right_bits(backend: str, feature: str) -> None:
+    _require_rows_of(feature, backend)
     made = make_mla_batch(mla_case(feature, "padded", new_tokens_written=False), DEVICE)
     expected, before = expected_mla_cache(made), made.kv_buffer.clone()
     _call(backend, "mla_kv_cache_update", made)

@@ -39,7 +39,7 @@ ORDERS = {
         Platform("xpu", None), "FLASH_ATTN TRITON_ATTN TURBOQUANT TORCH_SDPA",
         f"TRITON_MLA XPU_MLA_SPARSE {MLA_LAST}",
     ),
-    "cpu": (Platform("cpu", None), "CPU_ATTN TORCH_SDPA FLEX_ATTENTION", MLA_LAST),
+    "cpu": (Platform("cpu", None), "CPU_ATTN TORCH_SDPA FLEX_ATTENTION", f"CPU_MLA {MLA_LAST}"),
     "mps": (Platform("mps", None), "", ""),
 }  # fmt: skip
 

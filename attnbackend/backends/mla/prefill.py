@@ -28,6 +28,7 @@ _HERE = "attnbackend.backends.mla"
 MLA_PREFILLS = {
     "FLASH_ATTN": f"{_HERE}.prefill_flash_attn.FlashAttentionPrefill",
     "FLASHINFER": f"{_HERE}.prefill_flashinfer.FlashInferPrefill",
+    "CPU": f"{_HERE}.prefill_cpu.CPUPrefill",
     "TRITON": f"{_HERE}.prefill_triton.TritonPrefill",
     "TORCH": f"{_HERE}.prefill_torch.TorchPrefill",
 }
