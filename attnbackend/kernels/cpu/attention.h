@@ -52,7 +52,7 @@ static void write_row(const AttentionArgs& a, const Item& item, int64_t row, flo
   const int64_t token = a.query_start_loc[item.request] + row / group;
   const bool empty = !(sum != 0);  // no visible key; a NaN sum stays
   float factor = empty ? 0.0f : 1.0f / sum;
-  float lse = empty ? -INFINITY : maximum + std::log(sum);
+  float lse = empty || !a.lse ? -INFINITY : maximum + std::log(sum);
   if (a.sinks && a.seq_lens[item.request] > 0) {
     const float sink = a.sinks[head], top = sink > maximum ? sink : maximum;
     const float base = top == -INFINITY ? 0.0f : top;

@@ -77,6 +77,10 @@ template <class C>
 static void run_plan(const AttentionArgs& a, Plan& plan) {
   const int64_t count = static_cast<int64_t>(plan.items.size());
   const int threads = static_cast<int>(std::min<int64_t>(plan.cost < SERIAL_COST ? 1 : a.threads, count));
+  if (threads == 1) {
+    for (const Item& item : plan.items) run_item<C>(a, item, plan.merges.get(), plan.floats.data());
+    return;
+  }
   std::atomic<int64_t> next(0);
 #pragma omp parallel num_threads(threads)
   for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1))
