@@ -1,8 +1,9 @@
-"""One engine on one model, told on stdin what to run: `python cpu_engine_worker.py SIDE MODEL DTYPE`.
+"""One engine on one model, told on stdin what to run: `cpu_engine_worker.py SIDE MODEL DTYPE MODE`.
 
 It imports nothing but what its side needs, so that each side runs in its own environment. A line in is
 ``[batch, context, new tokens]``; a line out, after RESULT, has for each step the seconds by the wall and of
-the processor. The first step computes the prompts. Sides: attnbackend, vllm, transformers.
+the processor. The first step computes the prompts. Sides: attnbackend, vllm, transformers; modes: compiled,
+eager.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _differences(times: list[tuple[float, float]]) -> Steps:
     return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(times)]
 
 
-def attnbackend_side(model: str, dtype: str) -> Callable[[list[list[int]], int], Steps]:
+def attnbackend_side(model: str, dtype: str, eager: bool) -> Callable[[list[list[int]], int], Steps]:
     """The project's engine, compiled."""
     from transformers import AutoModelForCausalLM
 
@@ -51,7 +52,7 @@ def attnbackend_side(model: str, dtype: str) -> Callable[[list[list[int]], int],
     blocks = 1 + _MAX_SEQS * (_MAX_LEN // 16)
     engine = Engine(
         loaded, num_blocks=blocks, max_num_seqs=_MAX_SEQS, max_num_batched_tokens=_MOST_TOKENS,
-        max_model_len=_MAX_LEN,
+        max_model_len=_MAX_LEN, compile=not eager,
     )  # fmt: skip
 
     def run(prompts: list[list[int]], new_tokens: int) -> Steps:
@@ -62,13 +63,14 @@ def attnbackend_side(model: str, dtype: str) -> Callable[[list[list[int]], int],
     return run
 
 
-def vllm_side(model: str, dtype: str) -> Callable[[list[list[int]], int], Steps]:
+def vllm_side(model: str, dtype: str, eager: bool) -> Callable[[list[list[int]], int], Steps]:
     """vLLM's engine, compiled, stepped in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``)."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=model, dtype=dtype, skip_tokenizer_init=True, max_model_len=_MAX_LEN, max_num_seqs=_MAX_SEQS,
         max_num_batched_tokens=_MOST_TOKENS, enable_prefix_caching=False, seed=0,
+        enforce_eager=eager,
     )  # fmt: skip
     engine, count = llm.llm_engine, 0
 
@@ -83,7 +85,7 @@ def vllm_side(model: str, dtype: str) -> Callable[[list[list[int]], int], Steps]
     return run
 
 
-def transformers_side(model: str, dtype: str) -> Callable[[list[list[int]], int], Steps]:
+def transformers_side(model: str, dtype: str, eager: bool) -> Callable[[list[list[int]], int], Steps]:
     """``generate`` with sdpa and a static cache, which compiles the decode step by itself."""
     from transformers import AutoModelForCausalLM
     from transformers.generation.streamers import BaseStreamer
@@ -107,7 +109,7 @@ def transformers_side(model: str, dtype: str) -> Callable[[list[list[int]], int]
         clock, ids = Clock(), torch.tensor(prompts)
         loaded.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
-            pad_token_id=0, cache_implementation="static", streamer=clock,
+            pad_token_id=0, cache_implementation="dynamic" if eager else "static", streamer=clock,
         )  # fmt: skip
         return _differences(clock.times)
 
@@ -118,9 +120,9 @@ _SIDES = {"attnbackend": attnbackend_side, "vllm": vllm_side, "transformers": tr
 
 
 def main() -> None:
-    side, model, dtype = sys.argv[1:4]
+    side, model, dtype, mode = sys.argv[1:5]
     start = time.perf_counter()
-    run, generator = _SIDES[side](model, dtype), torch.Generator().manual_seed(1)
+    run, generator = _SIDES[side](model, dtype, mode == "eager"), torch.Generator().manual_seed(1)
     print("RESULT", json.dumps({"load_s": time.perf_counter() - start}), flush=True)
     for line in sys.stdin:
         batch, context, new_tokens = json.loads(line)

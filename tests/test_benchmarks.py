@@ -148,3 +148,28 @@ def test_cpu_attention_measures_every_point_of_the_quick_grid(tmp_path: Path) ->
         "latent decode b1 ctx128 heads 16 float32", "latent decode b1 ctx128 heads 16 bfloat16",
     ]  # fmt: skip
     assert all(point["own_ms"]["median"] > 0 and "ratio" not in point for point in run["points"])
+
+
+def test_engines_on_cpus_take_turns(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=4096,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    file = tmp_path / "engines.json"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "benchmarks.cpu_engines", str(tmp_path / "model"), "--also", "transformers",
+            "--mode", "eager", "--batch", "2", "--context", "5", "--new-tokens", "4", "--rounds", "2",
+            "--json", str(file), "--log-file", str(tmp_path / "log"),
+        ],
+        cwd=_REPOSITORY, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(_REPOSITORY)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + (tmp_path / "log").read_text()
+    (cell,) = json.loads(file.read_text())["cells"]
+    names = {"prefill attnbackend", "decode attnbackend", "prefill transformers", "decode transformers"}
+    assert names < cell.keys()
+    assert all(cell[name]["median"] > 0 for name in names)
