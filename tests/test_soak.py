@@ -51,17 +51,18 @@ def test_no_fault_in_a_short_soak(model: Any, options: dict[str, Any]) -> None:
 
 
 def test_a_wrong_token_is_noticed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnbackend.runtime import engine_core
+    from attnbackend.runtime import started_step
 
-    right, calls = engine_core.sample, 0
+    right, calls = started_step.sample, 0
 
-    def spoiled(logits: Tensor, plan: Any) -> Any:
+    def spoiled(logits: Tensor, plan: Any, out: Any) -> None:
         nonlocal calls
         calls += 1
-        sampled = right(logits, plan)
-        return sampled._replace(ids=(sampled.ids + 1) % 64) if calls % 10 == 0 else sampled
+        right(logits, plan, out)
+        if calls % 10 == 0:
+            out.ids.add_(1).remainder_(64)
 
-    monkeypatch.setattr(engine_core, "sample", spoiled)
+    monkeypatch.setattr(started_step, "sample", spoiled)
     assert any("behind the best" in fault for fault in run(model).faults)
 
 

@@ -15,11 +15,10 @@ from attnbackend.runtime.model_runner_protocol import ModelRunner
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.request import Request, RequestOutput, RequestStatus, StepOutput
 from attnbackend.runtime.request_progress import RequestProgress
-from attnbackend.runtime.sampler import sample
 from attnbackend.runtime.sampling_params import SamplingParams
 from attnbackend.runtime.scheduler import ScheduledRequest, Scheduler
 from attnbackend.runtime.speculation import NgramProposer, drafts_of
-from attnbackend.runtime.started_step import StartedStep
+from attnbackend.runtime.started_step import SampledTokens, StartedStep
 from attnbackend.runtime.text_stream import TextStream
 
 ParamsForPrompts = SamplingParams | Sequence[SamplingParams] | None
@@ -102,6 +101,7 @@ class EngineCore:
             capture(self.input_batch.padding)
         ahead = runner.device.type != "cpu" and not num_drafts
         self.is_async = ahead if async_scheduling is None else async_scheduling
+        self._sampled = SampledTokens(max_num_seqs * (1 + num_drafts), runner.device)
         self._started: StartedStep | None = None
         self._progress: dict[str, RequestProgress] = {}
         self._undelivered: list[StepOutput] = []
@@ -289,9 +289,9 @@ class EngineCore:
         logits = self.runner.execute(batch)
         self._num_steps += 1
         self._check_logits(logits, batch)
-        sampled = sample(logits, batch.sampling)
-        started = StartedStep([scheduled[row].request for row in batch.sampled_rows], sampled)
-        self.input_batch.started(sampled.ids)
+        requests = [scheduled[row].request for row in batch.sampled_rows]
+        started = self._sampled.sample(logits, batch.sampling, requests)
+        self.input_batch.started(started.ids)
         self.scheduler.commit(scheduled)
         for request in started.requests:
             request.num_pending += 1

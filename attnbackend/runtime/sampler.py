@@ -85,7 +85,7 @@ class Sampled(NamedTuple):
 
 
 @torch.inference_mode()
-def sample(logits_NV: Tensor, plan: SamplingPlan | None) -> Sampled:
+def sample(logits_NV: Tensor, plan: SamplingPlan | None, out: Sampled | None = None) -> Sampled:
     """Choose one token a row.
 
     Rows do not influence each other. A greedy row takes its largest logit (lowest id among
@@ -94,9 +94,11 @@ def sample(logits_NV: Tensor, plan: SamplingPlan | None) -> Sampled:
     Args:
         logits_NV: [N, V], any float dtype and device; -inf rules a token out.
         plan: the rows that are not greedy; None: all are.
+        out: where the result goes; None: into new tensors.
     """
     # max propagates NaN, so the one pass that greedy needs also finds unusable rows.
-    largest_N, ids_N = logits_NV.max(dim=-1)
+    into = None if out is None else (out.largest, out.ids)
+    largest_N, ids_N = torch.max(logits_NV, dim=-1, out=into)
     if plan is not None:
         is_all = len(plan.rows) == len(logits_NV)
         logits_MV = logits_NV if is_all else logits_NV[plan.rows]
