@@ -1,7 +1,7 @@
 """Tokens, blocks and parameters of the running requests as arrays, so that a batch is gathered, not looped.
 
-Shape suffixes: R rows of a batch, H home rows (one for each running request), L longest request,
-W block-table width.
+Shape suffixes: R rows of a batch, D those among them with one new token, H home rows (one for each running
+request), L longest request, W block-table width.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class RequestTable:
         total_R = int_array([len(request.token_ids) for request, _ in scheduled])
         known_R = self._num_tokens_H[homes_R]
         behind_R = total_R - known_R
-        if (behind_R == 1).all():  # As after every step of decodes.
-            self.tokens_HL[homes_R, known_R] = [request.token_ids[-1] for request, _ in scheduled]
-        else:
-            for row in np.flatnonzero(behind_R).tolist():
-                known, total = known_R[row], total_R[row]
-                self.tokens_HL[homes_R[row], known:total] = scheduled[row][0].token_ids[known:]
+        rows_D = (behind_R == 1).nonzero()[0]  # Most are, after a step of decodes.
+        newest_D = [scheduled[row][0].token_ids[-1] for row in rows_D.tolist()]
+        self.tokens_HL[homes_R[rows_D], known_R[rows_D]] = newest_D
+        for row in (behind_R > 1).nonzero()[0].tolist():
+            known, total = known_R[row], total_R[row]
+            self.tokens_HL[homes_R[row], known:total] = scheduled[row][0].token_ids[known:]
         self._num_tokens_H[homes_R] = total_R
         return total_R
 

@@ -152,8 +152,7 @@ class Scheduler:
             if step.budget < self.decode_len:
                 break
             # An older decode may have preempted this one a moment ago.
-            is_running = request.status is RequestStatus.RUNNING
-            if is_running and request.num_computed < request.max_computed and self._has_slot(request, step):
+            if request.status is RequestStatus.RUNNING and self._can_go_on(request, step):
                 step.take(request, self.decode_len)
         if len(step.scheduled) == len(self.running):
             self._steady = step.scheduled
@@ -191,6 +190,11 @@ class Scheduler:
         request.block_ids += self.allocator.allocate(count)
         room = len(request.block_ids) * self.block_size
         request.limit = min(room, request.max_computed + self.decode_len - 1)
+
+    def _can_go_on(self, request: Request, step: Schedule) -> bool:
+        if request.num_computed + self.decode_len <= request.limit:
+            return True
+        return request.num_computed < request.max_computed and self._has_slot(request, step)
 
     def _has_slot(self, request: Request, step: Schedule) -> bool:
         """Give the request room for its next decode, from younger ones if need be."""
