@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ __all__ = [
     "FUNCTIONALIZED",
     "FakeTensor",
     "StorageRef",
+    "add_buffer",
     "add_cache_key",
     "aoti_round_trip",
     "cache_key",
@@ -45,6 +46,7 @@ __all__ = [
     "same_size",
     "set_compiled_call",
     "size_bounds",
+    "trace_fake",
     "transforms_allowed",
     "with_own_code",
 ]
@@ -56,6 +58,16 @@ FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
 def outside_fake_mode() -> AbstractContextManager[object]:
     """Real tensors inside the ``with`` block, also while a model is being traced."""
     return unset_fake_temporarily()
+
+
+def add_buffer(graph_module: torch.fx.GraphModule, name: str, value: Tensor) -> None:
+    """Gives a graph a tensor of its own; AOTAutograd asks where each of a Dynamo graph's comes from."""
+    from torch._dynamo.source import ConstantSource
+
+    graph_module.register_buffer(name, value)
+    sources = getattr(graph_module, "_param_name_to_source", None)
+    if sources is not None:
+        sources[name] = ConstantSource(source_name=name)
 
 
 def add_cache_key(tag: str) -> None:
@@ -228,6 +240,15 @@ def fake_mode_of(*trees: Any) -> AbstractContextManager[Any]:
 
     modes = (leaf.fake_mode for leaf in tree_leaves(trees) if isinstance(leaf, FakeTensor))
     return next(modes, nullcontext())
+
+
+def trace_fake(function: Callable[..., Any], values: Sequence[Tensor]) -> torch.fx.GraphModule:
+    """The calls of ``function`` on tensors without data, as a graph of ATen and custom ops."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with fake_mode_of(values), enable_python_dispatcher():
+        return make_fx(function)(*values)
 
 
 def inductor_code(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:

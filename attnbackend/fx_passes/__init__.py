@@ -11,6 +11,7 @@ from attnbackend.fx_passes.graph_text import graph_text
 from attnbackend.fx_passes.merge_linears import MergeLinears
 from attnbackend.fx_passes.pass_manager import PassManager
 from attnbackend.fx_passes.plugins import installed_passes
+from attnbackend.fx_passes.recognise_attention import PagedState, RecogniseAttention
 from attnbackend.fx_passes.remove_no_ops import RemoveNoOps
 from attnbackend.fx_passes.retarget import retarget
 from attnbackend.fx_passes.select_backend import SelectBackend
@@ -27,9 +28,11 @@ __all__ = [
     "MeasuredTable",
     "MergeLinears",
     "NearMiss",
+    "PagedState",
     "PassConfig",
     "PassManager",
     "PassReport",
+    "RecogniseAttention",
     "RemoveNoOps",
     "SelectBackend",
     "ShapeRange",

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from attnbackend._torch_compat import fake_mode_of
+from attnbackend._torch_compat import fake_mode_of, trace_fake
 from attnbackend.fx_passes.forms import Viewed, shape_of
 from attnbackend.fx_passes.nodes import may_write
 
-__all__ = ["emit", "emit_view", "first_write_between", "remove_unused"]
+__all__ = ["emit", "emit_view", "first_write_between", "insert_traced", "remove_unused"]
 
 aten = torch.ops.aten
 
@@ -55,6 +55,34 @@ def emit_view(graph: Graph, view: Viewed, like: Node) -> Node:
         if axis is None:
             node = emit(graph, aten.unsqueeze.default, node, place, like=like)
     return node
+
+
+def insert_traced(
+    graph: Graph, function: Callable[..., torch.Tensor], nodes: Sequence[Node], *, like: Node
+) -> Node:
+    """The calls that ``function`` makes, given what ``nodes`` stand for, at the graph's insertion point.
+
+    Returns:
+        The node of its result.
+    """
+    key = "val" if "val" in like.meta else "example_value"
+    with torch.no_grad():
+        traced = trace_fake(function, [node.meta[key] for node in nodes])
+    copies: dict[Node, Node] = {}
+    inputs = iter(nodes)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = next(inputs)
+        elif node.op == "output":
+            (result,) = node.args if isinstance(node.args[0], Node) else node.args[0]
+            return copies[result]
+        else:
+            assert node.op == "call_function", (
+                f"{node.format_node()}: functions that are inserted hold no data"
+            )
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            copies[node].meta = {key: node.meta["val"]} if "val" in node.meta else {}
+    raise AssertionError("a traced graph has an output")
 
 
 def first_write_between(nodes: Iterable[Node], last: Node) -> Node | None:

@@ -77,7 +77,10 @@ def _storage(node: Node) -> StorageRef | None:
         value = value[0]
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return StorageRef(value.untyped_storage())
+    try:
+        return StorageRef(value.untyped_storage())
+    except NotImplementedError:  # inside a transform such as vmap
+        return None
 
 
 def _is_view(node: Node) -> bool:

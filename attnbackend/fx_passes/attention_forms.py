@@ -1,0 +1,268 @@
+"""Recognising attention however a model spells it: torch's function, flex_attention, softmax(Q K^T) V.
+
+Shape legend: B requests, H query heads, K key-value heads, N query tokens, L keys, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from attnbackend._torch_compat import same_size
+from attnbackend.fx_passes.forms import NoMatch, argument, name_of, operands, shape_of
+from attnbackend.fx_passes.nodes import tensor_of
+
+__all__ = ["AttentionForm", "is_candidate", "match_attention"]
+
+
+class AttentionForm(NamedTuple):
+    """Attention of [B, H, N, D] over [B, K, L, D], bottom-right causal or not."""
+
+    query: Node
+    key: Node
+    value: Node
+    scale: float
+    causal: bool
+    logits_soft_cap: float = 0.0
+    takes_pair: bool = False
+    """The node's value is a tuple, of which the output is the first element."""
+
+
+_MATMULS = ("matmul", "bmm", "__matmul__")
+_CASTS = ("to", "_to_copy", "type_as", "float", "convert_element_type", "_assert_tensor_metadata")
+
+
+def is_candidate(node: Node) -> bool:
+    """Whether a node may be the end of attention: worth a match, or a reason why not."""
+    if name_of(node) in ("scaled_dot_product_attention", "flex_attention"):
+        return True
+    return name_of(node) in _MATMULS and name_of(_past_dropout(node.args[0])) in ("softmax", "_softmax")
+
+
+def match_attention(node: Node, graph_module: GraphModule) -> AttentionForm:
+    """Reads a node as attention.
+
+    Raises:
+        NoMatch: it is another thing, or attention that the ops cannot do; says what.
+    """
+    name = name_of(node)
+    if name == "scaled_dot_product_attention":
+        form = _match_sdpa(node)
+    elif name == "flex_attention":
+        form = _match_flex(node, graph_module)
+    else:
+        form = _match_by_hand(node)
+    _check(form)
+    return form
+
+
+def _check(form: AttentionForm) -> None:
+    q, k, v = (shape_of(x) for x in (form.query, form.key, form.value))
+    if not len(q) == len(k) == len(v) == 4:
+        raise NoMatch(
+            f"query, key and value have {len(q)}, {len(k)} and {len(v)} dimensions where 4 are wanted"
+        )
+    if not (isinstance(q[1], int) and isinstance(k[1], int)) or q[1] % k[1]:
+        raise NoMatch(f"{q[1]} query heads over {k[1]} key-value heads")
+    if not same_size(q[3], v[3]) or not same_size(q[3], k[3]):
+        raise NoMatch(f"head sizes {q[3]}, {k[3]} and {v[3]} of query, key and value differ")
+    if form.causal and not same_size(q[2], k[2]):
+        raise NoMatch(
+            f"is causal from the top left over {q[2]} queries and {k[2]} keys, which need not be as many"
+        )
+    values = [tensor_of(x) for x in (form.query, form.key, form.value)]
+    if len({x.dtype for x in values}) > 1 or not values[0].dtype.is_floating_point:
+        raise NoMatch(f"types {', '.join(str(x.dtype) for x in values)}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in values):
+        raise NoMatch("its inputs require grad, and the ops have no backward")
+
+
+def _match_sdpa(node: Node) -> AttentionForm:
+    query, key, value = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    mask, dropout = argument(node, 3, "attn_mask"), argument(node, 4, "dropout_p", 0.0)
+    causal, scale = argument(node, 5, "is_causal", False), node.kwargs.get("scale")
+    if mask is not None:
+        raise NoMatch(f"its mask {mask} is a tensor, whose contents are not known")
+    if dropout != 0.0 or not isinstance(causal, bool):
+        raise NoMatch(f"dropout_p={dropout}, is_causal={causal}")
+    number: Any = 1 / math.sqrt(shape_of(query)[-1]) if scale is None else scale
+    return AttentionForm(query, *_same_repeat(key, value), float(number), causal)
+
+
+def _same_repeat(key: Node, value: Node) -> tuple[Node, Node]:
+    """Keys and values before their heads were repeated, where both were."""
+    before = _unrepeated(key), _unrepeated(value)
+    return before if same_size(shape_of(before[0])[1], shape_of(before[1])[1]) else (key, value)
+
+
+def _unrepeated(node: Node) -> Node:
+    """Past [B, K, L, D] -> [B, K, n, L, D] -> [B, K * n, L, D]: each head n times in a row."""
+    flat = node
+    while name_of(flat) in ("contiguous", "clone"):
+        flat = flat.args[0]  # type: ignore[assignment]
+    if name_of(flat) in ("repeat_interleave",):
+        dim = argument(flat, 2, "dim")
+        return flat.args[0] if dim in (1, -3) and isinstance(argument(flat, 1, "repeats"), int) else node  # type: ignore
+    if name_of(flat) not in ("reshape", "view", "_unsafe_view", "flatten"):
+        return node
+    wide: Any = flat.args[0]
+    while name_of(wide) in ("clone", "contiguous"):
+        wide = wide.args[0]
+    if name_of(wide) != "expand" or len(shape_of(wide)) != 5:
+        return node
+    narrow = wide.args[0]
+    source = narrow.args[0] if name_of(narrow) in ("unsqueeze", "getitem", "view", "reshape") else None
+    if not isinstance(source, Node) or len(shape_of(source)) != 4:
+        return node
+    b, k, length, size = shape_of(source)
+    wanted = (b, k, 1, length, size)
+    is_repeat = all(same_size(x, y) for x, y in zip(shape_of(narrow), wanted, strict=True)) and all(
+        same_size(shape_of(wide)[i], wanted[i]) for i in (0, 1, 3, 4)
+    )
+    return source if is_repeat else node
+
+
+def _match_by_hand(node: Node) -> AttentionForm:
+    weights, value = _past_dropout(node.args[0]), node.args[1]
+    logits, dim = weights.args[0], argument(weights, 1, "dim")
+    rank = len(shape_of(weights))
+    if not isinstance(dim, int) or dim % rank != rank - 1:
+        raise NoMatch(f"{weights} is a softmax over dimension {dim}, not over the keys")
+    logits, causal = _causal(logits)
+    logits, cap = _soft_cap(logits)
+    query, key, scale = _scaled_product(logits)
+    assert isinstance(value, Node)
+    key, value = _same_repeat(key, value)
+    return AttentionForm(query, key, value, scale, causal, cap)
+
+
+def _past_dropout(node: Any) -> Any:
+    """Past conversions, and dropout that drops nothing."""
+    while isinstance(node, Node):
+        if name_of(node) in _CASTS or (name_of(node) == "dropout" and _drops_nothing(node)):
+            node = node.args[0]
+        else:
+            break
+    return node
+
+
+def _drops_nothing(node: Node) -> bool:
+    return argument(node, 1, "p", 0.5) == 0.0 or not argument(
+        node, 2, "training", argument(node, 2, "train", True)
+    )
+
+
+def _causal(logits: Any) -> tuple[Any, bool]:
+    """Past a mask that hides what comes after, above the diagonal, which the graph itself makes."""
+    logits = _past_dropout(logits)
+    if name_of(logits) == "masked_fill":
+        hidden, fill = logits.args[1], logits.args[2]
+        if not (isinstance(fill, float) and fill == -math.inf):
+            raise NoMatch(
+                f"{logits} hides keys by {fill}, which gives rows without keys a mean; -inf is wanted"
+            )
+        if not _is_above_diagonal(hidden):
+            raise NoMatch(f"{hidden} is a mask whose contents are not known")
+        return logits.args[0], True
+    return logits, False
+
+
+def _is_above_diagonal(mask: Any) -> bool:
+    while name_of(mask) in (*_CASTS, "bool"):
+        mask = mask.args[0]
+    if name_of(mask) == "triu":
+        return argument(mask, 1, "diagonal", 0) == 1 and _is_square_of_ones(mask.args[0])
+    return False
+
+
+def _is_square_of_ones(node: Any) -> bool:
+    shape = shape_of(node)
+    return name_of(node) == "ones" and len(shape) == 2 and same_size(shape[0], shape[1])
+
+
+def _soft_cap(logits: Any) -> tuple[Any, float]:
+    """Past c * tanh(s / c)."""
+    logits = _past_dropout(logits)
+    if name_of(logits) != "mul":
+        return logits, 0.0
+    for inner, cap in _number_and_other(logits):
+        inner = _past_dropout(inner)
+        if name_of(inner) == "tanh":
+            source, divisor = operands(_past_dropout(inner.args[0]), _either(inner.args[0], "div", "truediv"))
+            if divisor != cap:
+                raise NoMatch(f"{logits} caps by {cap} what was divided by {divisor}")
+            return source, float(cap)
+    return logits, 0.0
+
+
+def _either(node: Any, *names: str) -> str:
+    return name_of(node) if name_of(node) in names else names[0]
+
+
+def _number_and_other(node: Node) -> list[tuple[Any, float]]:
+    a, b = operands(node, "mul")
+    return [(x, y) for x, y in ((a, b), (b, a)) if isinstance(y, (int, float))]
+
+
+def _scaled_product(logits: Any) -> tuple[Node, Node, float]:
+    """Query, key and the factor of their product, wherever in it the model multiplies by one."""
+    logits, scale = _factor(_past_dropout(logits))
+    if name_of(logits) not in _MATMULS:
+        raise NoMatch(
+            f"{logits} is {name_of(logits) or 'no call'} where a product of query and key is looked for"
+        )
+    (query, own), (turned, other) = _factor(logits.args[0]), _factor(logits.args[1])
+    if name_of(turned) == "transpose":
+        dims = sorted(argument(turned, i, f"dim{i - 1}") % 4 for i in (1, 2))
+        key: Any = turned.args[0] if dims == [2, 3] else None
+    else:
+        key = None
+    if key is None:
+        raise NoMatch(f"{turned} is no transposed key")
+    key, of_key = _factor(key)
+    return query, key, scale * own * other * of_key
+
+
+def _factor(node: Any) -> tuple[Any, float]:
+    """Past a product with a number, or a quotient by one."""
+    if name_of(node) == "mul" and (found := _number_and_other(node)):
+        return found[0][0], float(found[0][1])
+    if name_of(node) in ("div", "truediv") and isinstance(node.args[1], (int, float)):
+        return node.args[0], 1.0 / node.args[1]
+    return node, 1.0
+
+
+def _match_flex(node: Node, graph_module: GraphModule) -> AttentionForm:
+    """Dynamo's higher-order op, with the score as it is and no mask or a causal one."""
+    query, key, value, score_mod, block_mask, scale = node.args[:6]
+    if _result_of(score_mod, graph_module) != "score":
+        raise NoMatch("its score_mod changes the score")
+    mask = _result_of(block_mask[-1], graph_module)  # type: ignore[index]
+    if mask not in ("all", "causal"):
+        raise NoMatch("its mask_mod is neither causal nor empty")
+    assert isinstance(query, Node)
+    assert isinstance(key, Node)
+    assert isinstance(value, Node)
+    return AttentionForm(query, key, value, float(scale), mask == "causal", takes_pair=True)  # type: ignore
+
+
+def _result_of(attribute: Any, graph_module: GraphModule) -> str:
+    """What a score_mod or mask_mod is: "score", "all", "causal"; "" for anything else."""
+    function = getattr(graph_module, str(attribute.target), None)
+    if not isinstance(function, GraphModule):
+        return ""
+    inputs = [n for n in function.graph.nodes if n.op == "placeholder"]
+    result: Any = function.graph.output_node().args[0]
+    result = result[0] if isinstance(result, (tuple, list)) else result
+    if len(inputs) >= 5 and result is inputs[0]:
+        return "score"
+    if name_of(result) in ("new_ones", "ones") or (
+        name_of(result) in ("full", "new_full") and result.args[-1] is True
+    ):
+        return "all"
+    if len(inputs) == 4 and name_of(result) in ("ge", "__ge__") and tuple(result.args) == tuple(inputs[2:4]):
+        return "causal"
+    return ""
