@@ -81,6 +81,19 @@ def test_a_package_of_aotinductor_generates_what_the_model_does(
     assert all(bool(cache.any()) for cache in caches)
 
 
+@pytest.mark.gpu
+def test_a_program_and_a_package_on_a_gpu_generate_what_the_model_does(tmp_path: Path) -> None:
+    on_gpu = make_model("llama").to("cuda")
+    reference, tokens = EagerReference(on_gpu), list(PROMPT)
+    for _ in range(NUM_TOKENS):
+        logits = reference._float32(input_ids=torch.tensor([tokens], device="cuda"), use_cache=False).logits
+        tokens.append(int(logits[0, -1].argmax()))
+    program = export_model(on_gpu, backend="TRITON_ATTN", max_num_batched_tokens=64)
+    aoti_round_trip(program, str(tmp_path / "model.pt2"))
+    for run in (program.module(), attnbackend.load_package(tmp_path / "model.pt2")):
+        assert greedy(run, PROMPT, NUM_TOKENS, ModelStep(on_gpu).new_caches(9)) == tokens[len(PROMPT) :]
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3n_text"])
 def test_layers_of_several_kinds_and_shared_caches_are_exported(name: str) -> None:
     """Gemma 3n's last two layers read the caches of earlier ones and have none of their own."""
