@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from latent_zoo import make_latent_model
 from model_zoo import EagerReference, make_model
 from program_steps import greedy, prompt_logits
 
 import attnbackend
 from attnbackend._torch_compat import aoti_round_trip
-from attnbackend.fx_passes import graph_text
+from attnbackend.fx_passes import (
+    FuseRopeCacheWrite,
+    PassManager,
+    RecogniseAttention,
+    RemoveNoOps,
+    SelectBackend,
+    graph_text,
+)
 from attnbackend.integrations.programs import ModelStep, export_model
 from attnbackend.testing import assert_within_rule
 
@@ -106,6 +114,23 @@ def test_layers_of_several_kinds_and_shared_caches_are_exported(name: str) -> No
     assert_within_rule(logits, *EagerReference(model).logits(prompt), what=name)
 
 
+def test_latent_attention_is_exported_and_taken_for_nothing_else() -> None:
+    """DeepSeek's layers have a cache of one row a token, which the dense fusions must leave alone."""
+    model = make_latent_model("deepseek_v3")
+    program = export_model(model, passes=[])
+    passes = [SelectBackend("TORCH_MLA"), FuseRopeCacheWrite(), RecogniseAttention(), RemoveNoOps()]
+    recognised, selected, fused, _ = PassManager(passes).run_on(program)
+    assert [change.after for change in selected.changes] == ["attnbackend::torch_mla_forward_mixed"] * 2
+    assert not recognised.changes + fused.changes + recognised.near_misses + fused.near_misses
+    caches = ModelStep(model).new_caches(9)
+    logits = prompt_logits(program.module(), PROMPT, caches)
+    assert_within_rule(logits, *EagerReference(model).logits(PROMPT), what="deepseek_v3")
+    with torch.no_grad():
+        expected = greedy(ModelStep(model), PROMPT, 4, ModelStep(model).new_caches(9))
+    assert greedy(program.module(), PROMPT, 4, caches) == expected
+    assert not [name for m in model.modules() for name in vars(m) if name.startswith("attnbackend")]
+
+
 def test_the_model_is_left_without_traces(model: Any) -> None:
     step = ModelStep(model)
     with torch.no_grad():
@@ -162,7 +187,6 @@ def test_a_changed_pass_never_meets_code_compiled_without_the_change(tmp_path: P
 
 def test_what_keys_the_caches_changes_with_each_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of schemas, fakes and passes; `tests/test_torch_compat.py` shows that the key is what counts."""
-    from attnbackend.fx_passes import PassManager, SelectBackend
     from attnbackend.ops import library
 
     def uuid() -> str:

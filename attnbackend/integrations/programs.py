@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from attnbackend.fx_passes import GraphPass, PassManager, SelectBackend
 from attnbackend.fx_passes.choices import BackendChoice
+from attnbackend.integrations.latent_attention import adopt_latent_module, release_latent_module
 from attnbackend.integrations.transformers import BOUND, CHUNK, TransformersModel
 from attnbackend.kv_cache import resolve_kv_cache_dtype
 from attnbackend.layers.paged import BatchTensors, BoundLayer
+from attnbackend.selector import AttentionSelectorConfig
 
 __all__ = ["ModelStep", "export_model"]
 
@@ -40,14 +42,17 @@ class ModelStep(nn.Module):
         self._layers = self._served.attention_layers()
 
     def new_caches(self, num_blocks: int) -> list[Tensor]:
-        """Zeros, [num_blocks, 2, block_size, K, D] for each layer with a cache of its own, in their order."""
+        """Zeros for each layer with a cache of its own, in their order.
+
+        [num_blocks, 2, block_size, K, D], or of latent attention [num_blocks, block_size, D].
+        """
+        configs = [layer.config for layer in self._layers.values() if layer.kv_sharing_target is None]
         return [
             torch.zeros(
-                num_blocks, 2, self.block_size, layer.config.num_kv_heads, layer.config.head_size,
-                dtype=resolve_kv_cache_dtype("auto", layer.config.dtype), device=self._served.device,
+                *_cache_shape(config, num_blocks, self.block_size),
+                dtype=resolve_kv_cache_dtype("auto", config.dtype), device=self._served.device,
             )
-            for layer in self._layers.values()
-            if layer.kv_sharing_target is None
+            for config in configs
         ]  # fmt: skip
 
     def forward(
@@ -80,11 +85,20 @@ class ModelStep(nn.Module):
                 # Past the module's own bookkeeping: to a tracer these are no attributes of the model.
                 modules[name].__dict__[BOUND] = bound
                 modules[name].__dict__[CHUNK] = layer.config.attention_chunk_size
+                if layer.config.use_mla:
+                    adopt_latent_module(modules[name], bound)
             yield
         finally:
             for name in self._layers:
                 modules[name].__dict__.pop(BOUND, None)
                 modules[name].__dict__.pop(CHUNK, None)
+                release_latent_module(modules[name])
+
+
+def _cache_shape(config: AttentionSelectorConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    if config.use_mla:
+        return (num_blocks, block_size, config.head_size)
+    return (num_blocks, 2, block_size, config.num_kv_heads, config.head_size)
 
 
 def export_model(
