@@ -201,14 +201,18 @@ class TransformersModel:
         elif self._merges_linears:
             self.num_merged = merge_linears(self.model)
 
-    def compile(self, backend: str | None, *, in_pieces: bool = False) -> None:
-        """Compiles each decoder layer for serving; equal layers share one compilation."""
+    def compile(self, backend: str | None, *, in_pieces: bool = False, whole: bool = False) -> None:
+        """Compiles each decoder layer for serving; equal layers share one compilation.
+
+        ``whole``: all layers as one graph, cut at attention, whose equal pieces share one compilation.
+        """
         passes: list[GraphPass] = [SelectBackend(backend), *self._passes]
         if self.num_merged:
             passes.append(MergeLinears())
-        self.compiler = make_compiler(backend, passes=passes, in_pieces=in_pieces)
+        self.compiler = make_compiler(backend, passes=passes, in_pieces=in_pieces or whole)
         runs: dict[Any, Callable[..., Any]] = {}
-        for layer in _decoder_layers(self._modules, self.model):
+        layers = _decoder_layers(self._modules, self.model)
+        for layer in [_holder_of(layers, self.model)] if whole else layers:
             kind = self._kind_of(layer)
             if kind not in runs:
                 runs[kind] = torch.compile(
@@ -373,3 +377,15 @@ def _decoder_layers(attention_modules: Mapping[nn.Module, Any], model: nn.Module
             "make the engine with compile=False"
         )
     return layers
+
+
+def _holder_of(layers: list[nn.Module], model: nn.Module) -> nn.Module:
+    """The module that runs all layers one after the other."""
+    for module in model.modules():
+        held = [block for child in module.children() if isinstance(child, nn.ModuleList) for block in child]
+        if all(layer in held for layer in layers):
+            return module
+    raise ValueError(
+        f"no one module of {type(model).__name__} has all layers in its lists, so they cannot be compiled as "
+        "one graph; make the engine with compile_whole=False"
+    )
