@@ -20,7 +20,6 @@ from .partials import split_size, store_partial
 from .tile import (
     LOG2_E,
     add_values,
-    load_query,
     load_rows,
     natural_lse,
     no_values,
@@ -45,7 +44,7 @@ def load_latents(
     DOT: tl.constexpr,
 ) -> tl.tensor:
     """[N, L_PAD] latents in the product's dtype, zeros where not `keep`."""
-    rows = decode(load_rows(ptr, offsets, keep, L, L_PAD, True), FMT)
+    rows = decode(load_rows(ptr + offsets, keep, L, L_PAD, True), FMT)
     if scales_ptr is not None:
         GROUPS: tl.constexpr = L // 128
         ptrs = scales_ptr + scale_offsets[:, None] + tl.arange(0, GROUPS)[None, :]
@@ -152,10 +151,11 @@ def mla_decode_kernel(
     size = split_size(end, num_splits, MIN_KEYS, N)
     start = tl.minimum(split * size, end)
     stop = tl.minimum(start + size, end)
-    ql = load_query(ql_ptr, token64 * ql_token + head64 * ql_head, keep, L, L_PAD, Q_FMT, DOT)
-    qr = load_query(qr_ptr, token64 * qr_token + head64 * qr_head, keep, R, R_PAD, Q_FMT, DOT)
+    ql = load_rows(ql_ptr + token64 * ql_token + head64 * ql_head, keep, L, L_PAD, True)
+    qr = load_rows(qr_ptr + token64 * qr_token + head64 * qr_head, keep, R, R_PAD, True)
+    ql, qr = decode(ql, Q_FMT).to(DOT), decode(qr, Q_FMT).to(DOT)
     row_max, row_sum = start_state(None, head, keep, "native", PRECISE)
-    acc = no_values(M, L_PAD, PRECISE)
+    acc, _ = no_values(M, L_PAD, PRECISE, False)
     SUM: tl.constexpr = acc.dtype
     k_scale = 1.0 if k_scale_ptr is None else tl.load(k_scale_ptr)
     UNIT: tl.constexpr = 1.0 if PRECISE else LOG2_E
@@ -172,7 +172,7 @@ def mla_decode_kernel(
             latent_ptr, scales_ptr, page * latent_block + slot * latent_slot,
             page * scales_block + slot * scales_slot, seen, L, L_PAD, L_FMT, DOT,
         )  # fmt: skip
-        rope = load_rows(rope_ptr, page * rope_block + slot * rope_slot, seen, R, R_PAD, True)
+        rope = load_rows(rope_ptr + page * rope_block + slot * rope_slot, seen, R, R_PAD, True)
         product = query_key_product(ql, latents, DOT, PRECISE)
         product += query_key_product(qr, decode(rope, R_FMT), DOT, PRECISE)
         mask = seen[None, :] & (key[None, :] <= position[:, None])
