@@ -171,6 +171,17 @@ def test_number_of_splits() -> None:
     assert mla_num_splits(2, 100, 132) == 1
 
 
+def test_half_empty_tiles_do_not_count_twice() -> None:
+    """64 requests of 16 heads are 64 tiles, though the grid has room for 81."""
+    batch = make([(1, 1)] * 64, heads=16)
+    output, lse = batch.empty_results()
+    call = mla.checked_call(
+        *batch.queries, batch.kv_cache, output, batch.query_start_loc, batch.seq_lens, batch.block_table, 0.1,
+        lse, None, None, None,
+    )  # fmt: skip
+    assert mla._busy_tiles(call, tile_count(64, 64, 16, 64), 64) == 64
+
+
 # --- rows of the cache -------------------------------------------------------------------
 
 

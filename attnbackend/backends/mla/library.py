@@ -240,6 +240,10 @@ def _expected(query: Tensor, rows: list[Tensor], scale: float) -> tuple[Tensor, 
 def _difference(output: Tensor, lse: Tensor, exact_output: Tensor, exact_lse: Tensor) -> str | None:
     if bool(output.isnan().all()):
         return "it writes nothing"
+    if bool(output.isnan().any() | lse.isnan().any()):
+        return (
+            "results are NaN in places: it left them unwritten, or read memory behind a sequence's last key"
+        )
     if not torch.equal(lse == -math.inf, exact_lse == -math.inf):
         return "the LSE is not -inf exactly where no key is seen"
     for what, x, exact in (("output", output, exact_output), ("LSE", lse, exact_lse)):

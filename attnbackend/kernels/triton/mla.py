@@ -104,9 +104,11 @@ def mla_attention(
     use_hopper = tile is None and hopper.problem(call) is None
     product = _product_dtype(call)
     tile = tile or mla_tile(product, call.shape[2], call.shape[1], query_latent.device)
-    tiles = _tiles(call, hopper.ROWS if use_hopper else tile.block_m)
+    rows = hopper.ROWS if use_hopper else tile.block_m
+    tiles = _tiles(call, rows)
     if num_splits is None:
-        num_splits = mla_num_splits(tiles, call.max_keys, processor_count(query_latent.device))
+        processors = processor_count(query_latent.device)
+        num_splits = mla_num_splits(_busy_tiles(call, tiles, rows), call.max_keys, processors)
     partial = _partial_buffer(call, num_splits, workspace)
     with on_device_of(query_latent):
         if use_hopper:
@@ -122,6 +124,12 @@ def _tiles(call: MLACall, rows: int) -> int:
     if call.topk_indices is not None:
         heads = -(-heads // rows) * rows
     return tile_count(tokens, call.seq_lens.shape[0], heads, rows)
+
+
+def _busy_tiles(call: MLACall, tiles: int, rows: int) -> int:
+    """Tiles that have rows, where no request lacks tokens and none has more than a tile and its share."""
+    tokens, heads, _, _ = call.shape
+    return min(tiles, max(call.seq_lens.shape[0], -(-tokens * heads // rows)))
 
 
 def _product_dtype(call: MLACall) -> torch.dtype:
