@@ -18,18 +18,18 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def row_of(token: tl.tensor, starts_ptr: tl.tensor, num_rows: tl.tensor, STEPS: tl.constexpr) -> tl.tensor:
-    """The row that a token belongs to, by bisection of query_start_loc; num_rows for padding tokens."""
-    low = token * 0
-    high = low + num_rows
-    for _ in tl.static_range(STEPS):
-        middle = (low + high) // 2
-        open_ = low < high
-        stop = tl.load(starts_ptr + middle + 1, mask=open_, other=0)
-        after = open_ & (stop <= token)
-        high = tl.where(open_ & (stop > token), middle, high)
-        low = tl.where(after, middle + 1, low)
-    return low
+def row_of(token: tl.tensor, starts_ptr: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
+    """The row that a token belongs to; num_rows for padding tokens.
+
+    It is how many rows end up to the token: counting takes one round trip to memory for 128 rows, where a
+    bisection takes seven.
+    """
+    row = 0
+    for first in range(0, num_rows, 128):
+        place = first + tl.arange(0, 128)
+        stop = tl.load(starts_ptr + place + 1, mask=place < num_rows, other=2147483647)
+        row += tl.sum((stop <= token).to(tl.int32))
+    return row
 
 
 @triton.jit(
@@ -57,13 +57,12 @@ def finish_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     BASE_2: tl.constexpr,
-    STEPS: tl.constexpr,
     DV: tl.constexpr,
     DV_PAD: tl.constexpr,
     HEADS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    row = row_of(token, starts_ptr, num_rows, STEPS)
+    row = row_of(token, starts_ptr, num_rows)
     inside = row < num_rows
     seq_len = tl.load(lens_ptr + row, mask=inside, other=0)
     stop = tl.load(starts_ptr + row + 1, mask=inside, other=0)
@@ -148,7 +147,7 @@ def finish_attention(
             *out.stride()[:2], *strides, 0 if lse is None else lse.stride(0), 0 if kv_heads == 1 else 1,
             rows, heads, max(1, heads // kv_heads),
             causal, lse is not None, sinks is not None, v_scale is not None, base_2,
-            rows.bit_length(), size, width, tile_heads, num_warps=4,
+            size, width, tile_heads, num_warps=4,
         )  # fmt: skip
 
 
