@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from attnbackend import registry_scope
+from attnbackend.cudagraph import RecordedGraphs
+from attnbackend.registry import register_backend
+from attnbackend.runtime import EngineCore
+from attnbackend.runtime.model_runner import build_runner
+from attnbackend.runtime.step_graphs import GraphOptions
+from attnbackend.testing.conformance.honest import HonestBackend
 from benchmarks.soak import TOLERANCES, Oracle, SoakResult, Traffic, small_llama, soak, soak_engine
 
 TRAFFIC = Traffic(
@@ -48,6 +56,20 @@ def test_no_fault_in_a_short_soak(model: Any, options: dict[str, Any]) -> None:
     assert {"refused", "abort", "length", "stop"} <= result.ended.keys()
     assert sum(result.ended.values()) == TRAFFIC.requests
     assert result.checked_tokens > 100
+
+
+def test_no_fault_with_steps_from_graphs(model: Any) -> None:
+    with registry_scope():
+        register_backend("HONEST")(HonestBackend)
+        runner = build_runner(
+            copy.deepcopy(model), backend="HONEST", max_num_seqs=4, max_num_batched_tokens=16, num_blocks=19,
+            max_model_len=256, compile=False, graphs=GraphOptions(library=lambda device: RecordedGraphs()),
+        )  # fmt: skip
+        engine = EngineCore(runner, max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=True)
+        traffic = replace(TRAFFIC, requests=25, longest_output=12, waiting=3)
+        result = soak(engine, traffic, Oracle(model, TOLERANCES[torch.float32]), warm_up=5)
+    assert result.faults == []
+    assert engine.steps_by_graph()["decode"] > 10
 
 
 def test_a_wrong_token_is_noticed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
