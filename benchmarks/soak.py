@@ -306,6 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--requests", type=int, default=20_000 if on_gpu else 300)
     add("--backend", help="default: the automatic choice")
     add("--mode", help="CUDA-graph mode; default: as much as is possible")
+    add("--ahead", action=argparse.BooleanOptionalAction, help="see async_scheduling; default: on a GPU")
     add("--speculative", type=int, help="n-gram drafts a decode; default: none")
     add("--max-num-seqs", type=int, default=256 if on_gpu else 16)
     add("--compile", action=argparse.BooleanOptionalAction, default=on_gpu)
@@ -318,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     oracle = Oracle(copy.deepcopy(model).float(), TOLERANCES[dtype])
     engine = soak_engine(
         model, backend=options.backend, cudagraph_mode=options.mode, compile=options.compile,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=options.max_num_seqs, async_scheduling=options.ahead,
         speculative="ngram" if options.speculative else None, num_speculative_tokens=options.speculative,
     )  # fmt: skip
     result = soak(engine, Traffic(requests=options.requests, vocab_size=1024, seed=options.seed), oracle)
