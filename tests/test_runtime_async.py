@@ -186,6 +186,34 @@ def test_a_failed_step_is_repeated_with_the_tokens_that_the_device_holds() -> No
     assert [finished[i].token_ids for i in ids] == expected  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
+def test_an_interrupt_while_tokens_are_waited_for_loses_none(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    tokens, calls = StartedStep.tokens, 0
+
+    def interrupted(step: StartedStep) -> list[int]:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 3, 7):
+            raise KeyboardInterrupt
+        return tokens(step)
+
+    monkeypatch.setattr(StartedStep, "tokens", interrupted)
+    engine, jobs, interrupts = toy_engine(async_scheduling=ahead), random_jobs(4, 5), 0
+    ids = [engine.add_request(job.prompt, job.params) for job in jobs]
+    finished = {}
+    while engine.has_unfinished():
+        try:
+            finished.update({output.request_id: output.output for output in engine.step()})
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 3
+    monkeypatch.undo()
+    expected = [toy_engine().generate([job.prompt], job.params)[0].token_ids for job in jobs]
+    assert [finished[i].token_ids for i in ids] == expected  # type: ignore[union-attr]
+
+
 def test_abort_of_a_request_whose_token_is_on_its_way() -> None:
     engine = async_engine()
     first, second = engine.add_request([1, 2], GREEDY), engine.add_request([3], GREEDY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
@@ -102,7 +103,7 @@ class EngineCore:
         ahead = runner.device.type != "cpu" and not num_drafts
         self.is_async = ahead if async_scheduling is None else async_scheduling
         self._sampled = SampledTokens(max_num_seqs * (1 + num_drafts), runner.device)
-        self._started: StartedStep | None = None
+        self._in_flight: deque[StartedStep] = deque()
         self._progress: dict[str, RequestProgress] = {}
         self._undelivered: list[StepOutput] = []
         self._num_added = 0
@@ -262,14 +263,23 @@ class EngineCore:
 
     def _compute_step(self) -> list[StepOutput]:
         """Start a step, then take in the tokens of the one before; without working ahead, its own."""
+        outputs = self._take_in_all_but(int(self.is_async))  # None, unless a call was interrupted.
         started = self._start_step()
-        if self.is_async:
-            started, self._started = self._started, started
-        if started is None:
-            return []
-        if self.proposer is not None:
-            return self._take_in_drafts(started, self.proposer)
-        return self._take_in(started)
+        if started is not None:
+            self._in_flight.append(started)
+        return outputs + self._take_in_all_but(int(self.is_async and started is not None))
+
+    def _take_in_all_but(self, count: int) -> list[StepOutput]:
+        """The outputs of steps in flight, until so many are left."""
+        outputs: list[StepOutput] = []
+        while len(self._in_flight) > count:
+            tokens = self._in_flight[0].tokens()
+            step = self._in_flight.popleft()
+            if self.proposer is None:
+                outputs += self._take_in(step, tokens)
+            else:
+                outputs += self._take_in_drafts(step, tokens, self.proposer)
+        return outputs
 
     def _start_step(self) -> StartedStep | None:
         """The step that the device now runs; None where every request waits for a token of the one before."""
@@ -277,7 +287,7 @@ class EngineCore:
         for request in step.preempted:
             self.input_batch.remove(request.request_id)
         if not step.scheduled:
-            assert self._started is not None, "requests are unfinished and none of them can run"
+            assert self._in_flight, "requests are unfinished and none of them can run"
             return None
         if self.proposer is not None:
             _propose(self.proposer, step.scheduled)
@@ -305,10 +315,10 @@ class EngineCore:
                 f"{expected}: a row for each of batch.sampled_rows, vocab_size wide"
             )
 
-    def _take_in(self, step: StartedStep) -> list[StepOutput]:
+    def _take_in(self, step: StartedStep, tokens: list[int]) -> list[StepOutput]:
         """Give the requests their tokens; those that ended while the step ran are left out."""
         outputs, finished = [], RequestStatus.FINISHED
-        for request, token_id in zip(step.requests, step.tokens(), strict=True):
+        for request, token_id in zip(step.requests, tokens, strict=True):
             if request.status is finished:
                 continue
             request.num_pending -= 1
@@ -318,9 +328,11 @@ class EngineCore:
             outputs.append(output)
         return outputs
 
-    def _take_in_drafts(self, step: StartedStep, proposer: NgramProposer) -> list[StepOutput]:
+    def _take_in_drafts(
+        self, step: StartedStep, tokens: list[int], proposer: NgramProposer
+    ) -> list[StepOutput]:
         """As `_take_in`, of requests that have a row of logits for each draft as well."""
-        outputs, tokens = [], step.tokens()
+        outputs = []
         for request, start, stop in step.rows_of_requests():
             accepted = proposer.count_accepted(request, tokens[start:stop]) if request.drafts else 0
             request.num_pending = 0
