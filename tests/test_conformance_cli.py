@@ -66,6 +66,46 @@ def test_json_and_html_hold_the_report(tmp_path: Path) -> None:
     assert "TORCH_SDPA" in page.read_text()
 
 
+def test_a_log_gets_a_line_now_and_then_and_failures_as_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_liar.py").write_text(BACKEND_FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("attnbackend.cli.check._SECONDS_BETWEEN_LINES", 0.0)
+    result = run("my_liar.Liar", "--only", "lse", "--case", "plain*")
+    lines = result.stderr.splitlines()
+    assert "failed: lse plain-halves" in lines
+    assert "my_liar.Liar: 2 of 2 cases, now lse" in lines
+    assert "\x1b" not in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals in Python's pty on Windows")
+def test_a_terminal_gets_a_bar_on_stderr_alone() -> None:
+    import pty
+
+    command = [
+        sys.executable, "-c", "from attnbackend.cli import main; raise SystemExit(main())",
+        "check", "CPU_ATTN", "--only", "determinism", "--json",
+    ]  # fmt: skip
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                part = os.read(ours, 4096)
+            except OSError:  # Linux says so when the other end is closed
+                break
+            if not part:
+                break
+            shown += part
+        assert process.stdout is not None
+        report = json.loads(process.stdout.read())
+    os.close(ours)
+    assert f"{len(report['outcomes'])}/{len(report['outcomes'])}".encode() in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -28,9 +28,12 @@ backends = pytest.mark.parametrize("backend", DENSE_BACKENDS)
 
 def attend(
     backend: str, q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, *, seq_len: int | None = None,
-    dtype: torch.dtype = torch.float32, elsewhere: float = NAN, **features: Any,
+    dtype: torch.dtype = torch.float32, elsewhere: float = NAN, with_lse: bool = True, **features: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One request whose keys lie in blocks 2, 1, 3, ... of a cache of ``elsewhere`` beside them."""
+    """One request whose keys lie in blocks 2, 1, 3, ... of a cache of ``elsewhere`` beside them.
+
+    Without an LSE, NaN comes back for it.
+    """
     require(backend)
     length = len(k_LKD) if seq_len is None else seq_len
     pages = max(1, -(-len(k_LKD) // BLOCK))
@@ -45,7 +48,7 @@ def attend(
     forward_op(backend)(
         q_THD.to(DEVICE), None, None, cache.to(DEVICE), output,
         torch.tensor([0, len(q_THD)], **int32), torch.tensor([length], **int32),
-        order[None].to(**int32), lse=lse, **{"scale": 1.0, **features},
+        order[None].to(**int32), lse=lse if with_lse else None, **{"scale": 1.0, **features},
     )  # fmt: skip
     return output.cpu(), lse.cpu()
 
@@ -79,13 +82,28 @@ def test_the_cap_is_applied_after_the_scale(backend: str, scale: float, expected
 
 
 @backends
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_layers_with_other_masks_do_not_lend_them_to_each_other(backend: str, with_lse: bool) -> None:
+    """sglang #33915: caps and windows are set when a kernel is planned, and one plan served all layers."""
+    layers = [
+        ({"logits_soft_cap": 1.0}, 0.731059), ({}, 0.999955), ({"logits_soft_cap": 2.0}, 0.880778),
+        ({"sliding_window": 1}, 0.0), ({"logits_soft_cap": 1.0}, 0.731059),
+    ]  # fmt: skip
+    for features, expected in layers:
+        out, _ = attend(backend, rows(1), rows(10, 0), rows(1, 0), with_lse=with_lse, **features)
+        assert math.isclose(float(out[0, 0, 0]), expected, abs_tol=1e-6)
+
+
+@backends
 @pytest.mark.parametrize("queries", [1, 2], ids=["decode", "prefill"])
-def test_both_cache_scales_are_applied_on_every_path(backend: str, queries: int) -> None:
+@pytest.mark.parametrize("others", ["lse", "alibi", "none"])
+def test_both_cache_scales_are_applied_on_every_path(backend: str, queries: int, others: str) -> None:
     """flashinfer #4979: scales were applied only where another optional tensor was given."""
     one = torch.ones(1, device=DEVICE)
+    extras = {"alibi_slopes": one * 0} if others == "alibi" else {}
     out, _ = attend(
         backend, rows(*[1.0] * queries), rows(4, 0), rows(2, 0), dtype=torch.float8_e4m3fn,
-        kv_cache_dtype="fp8_e4m3", k_scale=one * 0.25, v_scale=one * 0.5,
+        with_lse=others == "lse", kv_cache_dtype="fp8_e4m3", k_scale=one * 0.25, v_scale=one * 0.5, **extras,
     )  # fmt: skip
     assert math.isclose(float(out[-1, 0, 0]), 0.731059, abs_tol=1e-6)
 

@@ -6,6 +6,8 @@ themselves are in ``test_triton_graphs.py`` and ``test_engine_graphs.py``.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,6 +21,9 @@ from attnbackend.cudagraph import (
     capture_sizes,
     decode_sizes,
 )
+from attnbackend.testing import AttentionCase, make_batch
+from attnbackend.testing.conformance import open_subject
+from attnbackend.testing.conformance.planned import PersistentBatch, make_builder, plan_tensors
 
 FULL = CUDAGraphMode.FULL
 
@@ -80,3 +85,21 @@ def test_a_larger_workspace_leaves_the_captured_one_alive(monkeypatch: pytest.Mo
         assert wrappers._workspace(1 << 10, 0).data_ptr() == address
     finally:
         wrappers._workspace.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["TRITON_ATTN", "TORCH_SDPA"])
+def test_every_plan_of_a_step_keeps_its_tensors_and_takes_new_contents(backend: str) -> None:
+    """sglang #37975: replays kept the bounds of the capture: one of several wrappers was not planned."""
+    case = AttentionCase(query_lens=(1, 1), context_lens=(0, 0), head_size=32)
+    first, second = (make_batch(replace(case, context_lens=lens)) for lens in ((0, 0), (4, 8)))
+    with open_subject(backend) as subject:
+        buffers = PersistentBatch.for_batches([first, second], subject.device)
+        layers = [replace(case, sliding_window=window) for window in (4, 8)]
+        builders = [make_builder(subject, layer, buffers.limits) for layer in layers]
+        before = [dict(plan_tensors(b.build(0, buffers.fill(first)))) for b in builders]
+        places = [{name: x.data_ptr() for name, x in plan.items()} for plan in before]
+        now = [dict(plan_tensors(b.build(0, buffers.fill(second)))) for b in builders]
+    assert [{name: x.data_ptr() for name, x in plan.items()} for plan in now] == places
+    for plan in now:
+        lens = next(x for name, x in plan.items() if name.endswith("seq_lens"))
+        assert lens.tolist() == [5, 9]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from attnbackend.testing.conformance.runner import OnProgress
 
 __all__ = ["check"]
+
+_SECONDS_BETWEEN_LINES = 20.0
+"""Of a log: enough to see that something happens, few enough to be read."""
 
 
 def check(
@@ -83,18 +87,25 @@ def _importable_from_here(backend: str) -> Iterator[None]:
 
 @contextmanager
 def _progress(backend: str) -> Iterator[OnProgress]:
-    """A bar on stderr, where that is a terminal, and failures as they come."""
+    """On stderr: a bar on a terminal, a line now and then in a log; failures as they come."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
     )  # fmt: skip
+    last_line = time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(backend, total=None)
 
         def on_progress(done: int, total: int, outcome: Outcome) -> None:
+            nonlocal last_line
             bar.update(task, completed=done, total=total, description=f"{backend}: {outcome.check}")
+            if outcome.status == "failed":
+                console.print(f"failed: {outcome.check} {outcome.case}")
+            if not console.is_terminal and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
+                last_line = time.monotonic()
+                console.print(f"{backend}: {done} of {total} cases, now {outcome.check}")
 
         yield on_progress

@@ -23,7 +23,7 @@ from attnbackend.testing.reference import plain_torch_attention, reference_atten
 from attnbackend.testing.reference_cache import reference_kv_cache_update, store_in_format
 from attnbackend.testing.reference_merge import reference_merge_states
 from attnbackend.testing.state_audit import AllowedWrite, AuditReport, Fault, Finding, audit_op
-from attnbackend.testing.tolerance import RuleReport, assert_within_rule, ulp_at
+from attnbackend.testing.tolerance import RuleReport, assert_within_rule, assert_within_spread, ulp_at
 
 __all__ = [
     "AllowedArgument",
@@ -38,6 +38,7 @@ __all__ = [
     "RuleReport",
     "assert_attention_within_rule",
     "assert_within_rule",
+    "assert_within_spread",
     "audit_op",
     "expected_attention",
     "expected_kv_cache",

@@ -240,10 +240,13 @@ def _token_tensors(
     sequences: list[SequenceData],
     scales: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """query, key and value of all new tokens, NaN on padding, views of one buffer if strided."""
-    widths = [case.num_kv_heads, case.num_heads, case.num_kv_heads]
-    fused = torch.full((case.num_tokens, sum(widths), case.head_size), torch.nan, dtype=case.dtype)
-    key, query, value = torch.split(fused, widths, dim=1)
+    """query, key and value of all new tokens, NaN on padding, views of two buffers if strided."""
+    heads, kv_heads = case.num_heads, case.num_kv_heads
+    fused, other = (
+        torch.full((case.num_tokens, width, case.head_size), torch.nan, dtype=case.dtype)
+        for width in (kv_heads + heads, kv_heads + 1)
+    )
+    key, query, value = fused[:, :kv_heads], fused[:, kv_heads:], other[:, :kv_heads]
     start = 0
     for query_len, sequence in zip(case.query_lens, sequences, strict=True):
         rows = slice(start, start + query_len)
@@ -302,7 +305,8 @@ def _sinks(case: AttentionCase, generator: torch.Generator) -> Tensor | None:
         return None
     keys = sum(case.seq_lens) / max(len(case.seq_lens), 1)
     keys = max(1.0, keys if case.sliding_window is None else min(keys, case.sliding_window))
-    return torch.randn(case.num_heads, generator=generator) + math.log(keys)
+    sinks_H = torch.randn(case.num_heads, generator=generator) + math.log(keys)
+    return sinks_H.to(case.dtype) if case.narrow_sinks else sinks_H
 
 
 def _ranges(case: AttentionCase, device: torch.device) -> Tensor | None:

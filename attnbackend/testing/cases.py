@@ -43,7 +43,7 @@ class AttentionCase:
     kv_outermost: bool = False
     """Keys of all blocks before values of all blocks in memory (logical shape unchanged)."""
     strided_tensors: bool = False
-    """query, key and value as views of one fused buffer; output and lse as views of larger ones."""
+    """query and key as views of one fused buffer, the other tensors of a call as views of larger ones."""
     spare_blocks: int = 3
     """Blocks that no request owns, besides block 0."""
 
@@ -57,6 +57,8 @@ class AttentionCase:
     logits_soft_cap: float = 0.0
     use_alibi: bool = False
     use_sinks: bool = False
+    narrow_sinks: bool = False
+    """Sinks in the query's dtype, as models keep them, instead of float32."""
     bidirectional_ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
     """For each request its ranges of positions [start, end); shorter lists are filled with empty ranges."""
     lse: bool = True
@@ -143,6 +145,7 @@ def _feature_names(case: AttentionCase) -> list[str]:
         f"soft_cap_{case.logits_soft_cap:g}": case.logits_soft_cap,
         "alibi": case.use_alibi,
         "sinks": case.use_sinks,
+        "narrow": case.narrow_sinks,
         "no_lse": not case.lse,
         f"scale_{case.scale}": case.scale is not None,
         f"k_scale_{case.k_scale}": case.k_scale is not None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -15,14 +17,49 @@ from attnbackend.testing.batches import (
 )
 from attnbackend.testing.tolerance import RuleReport, assert_within_rule, assert_within_spread
 
-__all__ = ["assert_attention_within_rule"]
+__all__ = ["AttentionJudge", "assert_attention_within_rule"]
+
+
+@dataclass(frozen=True)
+class AttentionJudge:
+    """Judges results for one batch, whose right answer is found once; the batch's contents must stay."""
+
+    batch: PagedBatch
+
+    @cached_property
+    def exact(self) -> tuple[Tensor, Tensor]:
+        return expected_attention(self.batch)
+
+    @cached_property
+    def yardstick(self) -> tuple[Tensor, Tensor]:
+        """Plain PyTorch's results; in float32 the spread that they are drawn from."""
+        if self.batch.case.dtype is torch.float32:
+            return rounding_spread(self.batch)
+        return yardstick_attention(self.batch)
+
+    def hold(
+        self,
+        output: Tensor,
+        lse: Tensor | None,
+        *,
+        factor: float = 2.0,
+        by: Literal["tensor", "row"] = "tensor",
+    ) -> tuple[RuleReport, ...]:
+        """As `assert_attention_within_rule`, of this output and LSE."""
+        judged = {"output": output} | ({} if lse is None else {"lse": lse})
+        for what, tensor in judged.items():
+            _assert_rest_untouched(tensor, what)
+        reports = []
+        for (what, got), exact, known in zip(judged.items(), self.exact, self.yardstick, strict=False):
+            if self.batch.case.dtype is torch.float32:
+                reports.append(assert_within_spread(got, exact, known, factor=factor, what=what))
+            else:
+                reports.append(assert_within_rule(got, exact, known, factor=factor, what=what, by=by))
+        return tuple(reports)
 
 
 def assert_attention_within_rule(
-    batch: PagedBatch,
-    *,
-    factor: float = 2.0,
-    by: Literal["tensor", "row"] = "tensor",
+    batch: PagedBatch, *, factor: float = 2.0, by: Literal["tensor", "row"] = "tensor"
 ) -> tuple[RuleReport, ...]:
     """Hold ``batch.output`` and ``batch.lse`` (where the case has one) to the relative rule.
 
@@ -40,18 +77,7 @@ def assert_attention_within_rule(
     Raises:
         AssertionError: see :func:`attnbackend.testing.assert_within_rule`; or a write outside.
     """
-    judged = {"output": batch.output} | ({} if batch.lse is None else {"lse": batch.lse})
-    for what, tensor in judged.items():
-        _assert_rest_untouched(tensor, what)
-    in_float32 = batch.case.dtype is torch.float32
-    yardstick = rounding_spread(batch) if in_float32 else yardstick_attention(batch)
-    reports = []
-    for (what, got), exact, known in zip(judged.items(), expected_attention(batch), yardstick, strict=False):
-        if in_float32:
-            reports.append(assert_within_spread(got, exact, known, factor=factor, what=what))
-        else:
-            reports.append(assert_within_rule(got, exact, known, factor=factor, what=what, by=by))
-    return tuple(reports)
+    return AttentionJudge(batch).hold(batch.output, batch.lse, factor=factor, by=by)
 
 
 def _assert_rest_untouched(view: Tensor, what: str) -> None:

@@ -139,7 +139,7 @@ class DenseAttention:
         for request in requests:
             s_HNL = self._logits(request, asked, between)
             p_HNL, lse_HN = _softmax_with_sink(s_HNL, asked.sinks)
-            o_HND = p_HNL.to(out_THD.dtype) @ request.v_LHD.transpose(0, 1)
+            o_HND = self._matmul(p_HNL.to(out_THD.dtype), request.v_LHD.transpose(0, 1))
             out_THD[request.rows] = o_HND.transpose(0, 1)
             lse_TH[request.rows] = lse_HN.transpose(0, 1)
         return out_THD, lse_TH
@@ -147,12 +147,16 @@ class DenseAttention:
     def _logits(self, request: _Request, asked: AttentionFeatures, between: torch.dtype) -> Tensor:
         """[H, N, L], -inf where a key is not seen."""
         q_HND, k_HDL = request.q_NHD.transpose(0, 1), request.k_LHD.permute(1, 2, 0)
-        s_HNL = (q_HND @ k_HDL).to(between) * asked.scale
+        s_HNL = self._matmul(q_HND, k_HDL).to(between) * asked.scale
         if asked.logits_soft_cap > 0:
             s_HNL = asked.logits_soft_cap * torch.tanh(s_HNL / asked.logits_soft_cap)
         if asked.alibi_slopes is not None:
             s_HNL = s_HNL + _alibi_bias(request, asked.alibi_slopes.to(s_HNL))
         return s_HNL.masked_fill(~_visible_keys(request, asked), -torch.inf)
+
+    def _matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """[H, N, X] @ [H, X, Y]."""
+        return a @ b
 
 
 reference_attention = DenseAttention(exact=True)

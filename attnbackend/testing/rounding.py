@@ -17,6 +17,8 @@ Together they are at most
 These variances are carried through logits, softmax and weighted sum. Three standard deviations are the
 yardstick's error, of which the rule allows twice as much. Sums in lanes, tiles or trees stray less.
 
+What it catches is in ``docs/conformance.md``; ``tests/test_testing_rounding.py`` holds it to that.
+
 Shape suffixes: as in :mod:`attnbackend.testing.reference`.
 """
 

@@ -25,6 +25,8 @@ BATCHES: dict[str, dict[str, Any]] = {
     "one_token": {"query_lens": (1,), "context_lens": (0,)},
     ONE_REQUEST: {"query_lens": (1,), "context_lens": (45,)},
     "page_edges": {"query_lens": (1,) * 6, "context_lens": (15, 16, 22, 31, 47, 63)},
+    "decode_with_gaps": {"query_lens": (0, 1, 0, 0, 1, 1), "context_lens": (9, 20, 0, 5, 0, 40)},
+    "as_many_tokens_as_rows": {"query_lens": (2, 0, 1), "context_lens": (30, 5, 12)},
     "zero_length_rows": {"query_lens": (0, 2, 0), "context_lens": (5, 30, 0)},
     PADDED: {
         "query_lens": (1, 0, 3),
@@ -41,6 +43,7 @@ LARGE_BATCHES: dict[str, dict[str, Any]] = {
     "long_context": {"query_lens": (1, 3), "context_lens": (1301, 700)},
     UNEVEN_DECODE: {"query_lens": (1,) * 4, "context_lens": (1500, 0, 7, 511)},
     "long_prompt": {"query_lens": (150,), "context_lens": (21,)},
+    "full_tiles": {"query_lens": (128, 64), "context_lens": (0, 64)},
     "many_requests": {"query_lens": (1,) * 37, "context_lens": tuple(range(37))},
 }
 """As `BATCHES`, beyond what one tile of a kernel holds; for a few features only; all have uneven decodes."""

@@ -19,8 +19,8 @@ class ConformanceCase:
     feature: str
     """The claim that it probes: a row of the report's matrix."""
     attention: AttentionCase
-    without_lse: bool = False
-    """Whether the call is made once more without an LSE, which kernels serve by other paths."""
+    in_every_way: bool = False
+    """Whether the call is made with a plan and without an LSE too, which kernels serve by other paths."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ _FULL = ("supports_non_causal",)
 _ALIBI = ("supports_alibi",)
 _CHUNKS = ("supports_attention_chunks",)
 _RANGES = ("supports_bidirectional_ranges",)
+_HALF: dict[str, Any] = {"dtype": torch.float16}
 _ENCODER: dict[str, Any] = {"attn_type": AttentionType.ENCODER_ONLY, "causal": False}
 _CROSS: dict[str, Any] = {"attn_type": AttentionType.ENCODER_DECODER, "causal": False}
 
@@ -38,6 +39,7 @@ _FIXED = (
     Feature("group_of_three", "heads", {"num_heads": 9, "num_kv_heads": 3}),
     Feature("no_groups", "heads", {"num_heads": 3, "num_kv_heads": 3}),
     Feature("group_of_seven", "heads", {"num_heads": 14, "num_kv_heads": 2}),
+    Feature("forty_heads", "heads", {"num_heads": 40, "num_kv_heads": 10}),
     Feature("group_of_sixteen", "heads", {"num_heads": 16, "num_kv_heads": 1}),
     Feature("value_is_head", "heads", {"num_heads": 8, "num_kv_heads": 4, "probe": "value_is_head"}),
     Feature("window", "sliding_window", {"sliding_window": 7}, _WINDOW),
@@ -51,6 +53,7 @@ _FIXED = (
     Feature("soft_cap_after_scale", "logits_soft_cap", {"logits_soft_cap": 2.0, "scale": 0.7}, _CAP),
     Feature("alibi", "alibi", {"use_alibi": True}, _ALIBI),
     Feature("sinks", "sinks", {"use_sinks": True}, _SINKS),
+    Feature("sinks_of_the_model", "sinks", {"use_sinks": True, **_HALF, "narrow_sinks": True}, _SINKS),
     Feature("not_causal", "non_causal", {"causal": False}, _FULL),
     Feature("not_causal_window", "non_causal", {"causal": False, "sliding_window": 7}, _FULL + _WINDOW),
     Feature("not_causal_alibi", "non_causal", {"causal": False, "use_alibi": True}, _FULL + _ALIBI),
@@ -112,10 +115,10 @@ def _everything(backend: type[AttentionBackend]) -> Iterator[Feature]:
 
 
 def _sizes(backend: type[AttentionBackend]) -> Iterator[Feature]:
-    for size in probing_sizes(backend.supported_head_sizes, typical=(64, 80, 128), largest=256):
+    for size in probing_sizes(backend.supported_head_sizes, typical=(64, 80, 96, 128, 192), largest=256):
         if backend.supports_head_size(size):
             yield Feature(f"head_size_{size}", "head_size", {"head_size": size})
-    for size in probing_sizes(backend.supported_block_sizes, typical=(16, 32, 48), largest=64):
+    for size in probing_sizes(backend.supported_block_sizes, typical=(16, 32, 48, 128), largest=256):
         if backend.supports_block_size(size):
             yield Feature(f"block_size_{size}", "block_size", {"block_size": size})
 
@@ -134,6 +137,9 @@ def _types(backend: type[AttentionBackend]) -> Iterator[Feature]:
         if name.startswith("fp8") and backend.supports_per_head_quant_scales:
             scales = {"kv_cache_dtype": name, "k_scale": (0.25, 0.5), "v_scale": (1.0, 0.125)}
             yield Feature(f"cache_{name}_per_head_scales", "per_head_quant_scales", scales)
+        if name.startswith("fp8"):
+            odd = {"kv_cache_dtype": name, "k_scale": 0.3, "v_scale": 1.7}
+            yield Feature(f"cache_{name}_odd_scales", "scales of any value", odd)
 
 
 def _cache_of(name: str) -> dict[str, Any]:

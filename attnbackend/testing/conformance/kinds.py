@@ -53,7 +53,10 @@ def _encoder_context(query_lens: Sequence[int], context_lens: Sequence[int]) -> 
 
 
 def _spans(query: int, context: int) -> tuple[tuple[int, int], ...]:
-    """One from before the new tokens into them, one at their end, of what the lengths have room for."""
+    """One at the end of the new tokens, one from before them into them, of what the lengths have room for.
+
+    An empty one comes first: neither order nor place is promised.
+    """
     first, last, end = max(0, context - 2), context + query // 2, context + query
-    spans = ((first, last + 1), (last + 2, end))
-    return tuple((a, b) for a, b in spans if 0 <= a < b <= end)
+    spans = ((last + 2, end), (first, last + 1))
+    return ((1, 1), *((a, b) for a, b in spans if 0 <= a < b <= end))

@@ -2,48 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from attnbackend.testing.batches import PagedBatch, expected_attention, yardstick_attention
+from attnbackend.forward_context import set_forward_context
+from attnbackend.testing.batches import PagedBatch
 from attnbackend.testing.conformance.bits import same_bits
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
+from attnbackend.testing.conformance.planned import GROUP, PersistentBatch, context_of, make_builder
 from attnbackend.testing.conformance.subject import Subject
-from attnbackend.testing.judgement import assert_attention_within_rule
-from attnbackend.testing.tolerance import assert_within_rule
+from attnbackend.testing.judgement import AttentionJudge
 
 __all__ = ["Numerics"]
 
 
 class Numerics(Check):
     name = "numerics"
-    proves = "Output and LSE are within twice plain PyTorch's error of float64, with and without an LSE."
+    proves = "Output and LSE are within twice plain PyTorch's error of float64, planned or not, LSE or not."
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
         for case in generate.pairs():
-            again = case.attention.lse and (not generate.quick or case.feature == "all at once")
-            yield replace(case, without_lse=again)
+            yield replace(case, in_every_way=not generate.quick or case.feature == "all at once")
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
         batch = subject.batch(case.attention)
+        judge = AttentionJudge(batch)
         subject.run_forward(batch)
-        _judge(batch)
-        if case.without_lse:
-            with_lse = batch.output.clone()
+        _hold(judge, batch.output, batch.lse)
+        if not case.in_every_way:
+            return ()
+        findings, first = [], _copies(batch.output, batch.lse)
+        for what, lse, way in _other_ways(subject, batch):
             batch.poison_outputs()
-            subject.run_forward(batch, lse=None)
-            if not same_bits(batch.output, with_lse):
-                _judge(replace(batch, lse=None))
-        return ()
+            way()
+            try:
+                if not all(map(same_bits, _copies(batch.output, lse), first)):
+                    _hold(judge, batch.output, lse)
+            except AssertionError as error:
+                findings.append(f"{what}: {error}")
+        return findings
 
 
-def _judge(batch: PagedBatch) -> None:
-    assert_attention_within_rule(batch)
-    # Rounding to 16 bits makes the rule sharper row by row; in float32 single rows are luck.
-    if batch.case.dtype is not torch.float32:
-        exact, yardstick = expected_attention(batch)[0], yardstick_attention(batch)[0]
-        assert_within_rule(batch.output, exact, yardstick, by="row")
+def _copies(*tensors: Tensor | None) -> list[Tensor]:
+    return [x.clone() for x in tensors if x is not None]
+
+
+def _other_ways(
+    subject: Subject, batch: PagedBatch
+) -> Iterator[tuple[str, Tensor | None, Callable[[], None]]]:
+    """As engines call: with a plan, whose bounds of lengths are tight, and without an LSE."""
+    buffers = PersistentBatch.for_batches([batch], subject.device)
+    plan = make_builder(subject, batch.case, buffers.limits).build(0, buffers.fill(batch))
+
+    def planned(**changes: Any) -> None:
+        with set_forward_context(context_of(subject, plan)):
+            subject.run_forward(batch, **buffers.arguments, group=GROUP, **changes)
+
+    yield "planned, without an LSE", None, partial(planned, lse=None)
+    if batch.lse is not None:
+        yield "planned, with an LSE", batch.lse, planned
+        yield "without an LSE", None, partial(subject.run_forward, batch, lse=None)
+
+
+def _hold(judge: AttentionJudge, output: Tensor, lse: Tensor | None) -> None:
+    judge.hold(output, lse)
+    # Rounding to 16 bits makes the rule sharper row by row.
+    if judge.batch.case.dtype is not torch.float32:
+        judge.hold(output, None, by="row")

@@ -34,7 +34,7 @@ class Padding(Check):
                 if batch != "mixed" or feature in ("plain", "not_causal"):
                     yield from generate.case(feature, batch)
         for case in generate.case("plain", "decode"):
-            nothing = {"query_lens": (0, 0), "context_lens": (0, 0), "num_padded_tokens": 3}
+            nothing = {"query_lens": (0, 0), "context_lens": (0, 0), "num_padded_tokens": 150}
             attention = replace(case.attention, **nothing)  # type: ignore[arg-type]
             yield replace(case, id="plain-nothing_but_padding", attention=attention)
 

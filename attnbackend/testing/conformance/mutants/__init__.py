@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attnbackend.testing.conformance.mutants.assumptions import ASSUMPTION_MUTANTS
 from attnbackend.testing.conformance.mutants.kernels import KERNEL_MUTANTS
 from attnbackend.testing.conformance.mutants.kinds import KIND_MUTANTS
 from attnbackend.testing.conformance.mutants.memories import MEMORY_MUTANTS
@@ -12,6 +13,9 @@ from attnbackend.testing.conformance.mutants.writers import WRITER_MUTANTS
 
 __all__ = ["MUTANTS", "Mutant"]
 
-_ALL = (*KERNEL_MUTANTS, *KIND_MUTANTS, *WRITER_MUTANTS, *STATE_MUTANTS, *MEMORY_MUTANTS, *PATH_MUTANTS)
+_ALL = (
+    *KERNEL_MUTANTS, *KIND_MUTANTS, *WRITER_MUTANTS, *STATE_MUTANTS, *MEMORY_MUTANTS, *PATH_MUTANTS,
+    *ASSUMPTION_MUTANTS,
+)  # fmt: skip
 MUTANTS: dict[str, Mutant] = {m.name: m for m in _ALL}
 """By name."""

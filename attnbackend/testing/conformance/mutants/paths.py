@@ -20,7 +20,7 @@ from attnbackend.testing.conformance.honest import HonestImpl, Places
 from attnbackend.testing.conformance.mutants.mutant import Mutant
 from attnbackend.types import AttentionType
 
-__all__ = ["PATH_MUTANTS"]
+__all__ = ["PATH_MUTANTS", "on_path"]
 
 
 @dataclass(frozen=True)
@@ -162,149 +162,150 @@ class SoftmaxWithoutMaximum(HonestImpl):
         return (s_THL.exp().sum(-1) + sinks).log()
 
 
-def _on_path(name: str, where: str, when: Callable[[_Call], Any], shown_by: str | None = None) -> Mutant:
+def on_path(name: str, where: str, when: Callable[[_Call], Any], shown_by: str | None = None) -> Mutant:
+    """A backend that is wrong where ``when`` says so: of a call, or of each of its tokens (bool [T])."""
     impl = type(f"OnPath_{name}", (_OnPath,), {"when": staticmethod(when)})
     return Mutant(name, f"logits are off by 1% {where}", "numerics", impl, shown_by=shown_by)
 
 
 def _together(name: str, where: str, when: Callable[[_Call], Any]) -> Mutant:
-    return _on_path(name, where, when, shown_by=f"{name}-*")
+    return on_path(name, where, when, shown_by=f"{name}-*")
 
 
 ENCODER, CROSS = AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER
 
 PATH_MUTANTS = (
-    _on_path("one_token", "for one token with context", lambda c: len(c.query) == 1 and c.longest > 1),
-    _on_path(
+    on_path("one_token", "for one token with context", lambda c: len(c.query) == 1 and c.longest > 1),
+    on_path(
         "decodes_with_prompts",
         "where decodes and prompts share a batch",
         lambda c: not c.is_decode and bool((c.query_lens == 1).any()),
     ),
-    _on_path(
+    on_path(
         "second_tile_of_queries",
         "for queries from the 129th on",
         lambda c: c.at.position_T - (c.at.seq_len_T - c.query_lens[c.at.row_T]) >= 128,
     ),
-    _on_path("many_rows", "for requests from the 33rd on", lambda c: c.at.row_T >= 32),
-    _on_path(
+    on_path("many_rows", "for requests from the 33rd on", lambda c: c.at.row_T >= 32),
+    on_path(
         "wide_window_of_a_decode",
         "in decodes with a window wider than a page",
         lambda c: c.is_decode and c.window > c.params.block_size,
     ),
-    _on_path(
+    on_path(
         "wide_window_of_a_prompt",
         "in prompts with a window wider than a page",
         lambda c: not c.is_decode and c.params.block_size < c.window < c.longest,
     ),
-    _on_path(
+    on_path(
         "window_from_a_page_border",
         "where a window starts with a page",
         lambda c: (
             (c.at.seq_len_T > (c.window or 10**9)) & ((c.at.seq_len_T - c.window) % c.params.block_size == 0)
         ),
     ),
-    _on_path(
+    on_path(
         "window_filled",
         "where the window is just filled",
         lambda c: c.at.seq_len_T == (c.window or -1),
         shown_by="window_of_a_page-*",
     ),
-    _on_path(
+    on_path(
         "last_page_full",
         "in decodes that fill their last page",
         lambda c: c.is_decode & (c.at.seq_len_T % c.params.block_size == 0),
     ),
-    _on_path(
+    on_path(
         "page_begun",
         "in decodes that begin a page",
         lambda c: c.is_decode & (c.at.seq_len_T > 1) & (c.at.seq_len_T % c.params.block_size == 1),
     ),
-    _on_path(
+    on_path(
         "after_no_query",
         "for a request behind one without a query",
         lambda c: c.row_before(c.query_lens == 0),
     ),
-    _on_path(
+    on_path(
         "after_no_keys",
         "for a decode behind one without keys",
         lambda c: c.row_before(c.batch.seq_lens == 0) & c.is_decode,
     ),
-    _on_path("far_decode", "in decodes beyond 1024 keys", lambda c: c.is_decode & (c.at.seq_len_T > 1024)),
-    _on_path(
+    on_path("far_decode", "in decodes beyond 1024 keys", lambda c: c.is_decode & (c.at.seq_len_T > 1024)),
+    on_path(
         "short_beside_far",
         "for short requests beside long ones",
         lambda c: (c.longest > 1024) & (c.at.seq_len_T < 16),
     ),
-    _on_path(
+    on_path(
         "far_alibi",
         "under alibi beyond 512 keys",
         lambda c: c.tensors.alibi_slopes is not None and c.longest > 512,
         "alibi-*",
     ),
-    _on_path(
+    on_path(
         "far_cap", "under a soft-cap beyond 512 keys", lambda c: c.params.logits_soft_cap and c.longest > 512
     ),
-    _on_path(
+    on_path(
         "far_window", "under a window beyond 512 keys", lambda c: c.window > 512 and c.longest > c.window
     ),
-    _on_path(
+    on_path(
         "far_fp8",
         "in float8 caches beyond 512 keys",
         lambda c: c.is_fp8 and c.longest > 512,
         "dtype_float32_cache_fp8-*",
     ),
-    _on_path(
+    on_path(
         "far_chunks",
         "in chunks beyond 512 keys",
         lambda c: bool(c.params.attention_chunk_size) and c.longest > 512,
         "chunks-*",
     ),
-    _on_path(
+    on_path(
         "no_lse_window",
         "under a window, without an LSE",
         lambda c: c.tensors.lse is None and 0 < c.window < 9,
         "window-*",
     ),
-    _on_path(
+    on_path(
         "no_lse_fp8",
         "in float8 caches, without an LSE",
         lambda c: c.tensors.lse is None and c.is_fp8,
         "dtype_float32_cache_fp8-*",
     ),
-    _on_path(
+    on_path(
         "no_lse_groups",
         "for groups of heads, without an LSE",
         lambda c: c.tensors.lse is None and c.group > 2,
         "group_of_three-*",
     ),
-    _on_path(
+    on_path(
         "no_lse_encoder",
         "in encoders, without an LSE",
         lambda c: c.tensors.lse is None and c.is_kind(ENCODER),
         "encoder_only-*",
     ),
-    _on_path(
+    on_path(
         "group_of_more_than_eight",
         "for groups of more than 8 heads in decodes",
         lambda c: c.is_decode and c.group > 8,
     ),
-    _on_path(
+    on_path(
         "odd_groups",
         "for groups of no power of 2, in decodes",
         lambda c: c.is_decode and c.group not in (1, 2, 4, 8, 16),
     ),
-    _on_path(
+    on_path(
         "odd_kv_heads",
         "for an odd number of key-value heads",
         lambda c: c.params.num_kv_heads % 2 == 1 and c.group == 1,
     ),
-    _on_path(
+    on_path(
         "strided_decode",
         "where a decode's query is a view",
         lambda c: c.is_decode and c.is_strided,
         "strided_tensors-*",
     ),
-    _on_path(
+    on_path(
         "encoder_padded",
         "in encoders with padding tokens",
         lambda c: c.is_kind(ENCODER) & (len(c.query) > c.batch.query_start_loc[-1]),
