@@ -24,6 +24,7 @@ from attnbackend.fx_passes import (
     GraphPass,
     PassManager,
     PassReport,
+    RemoveNoOps,
     SelectBackend,
     UndoFunctionalization,
     graph_text,
@@ -472,6 +473,26 @@ def test_the_functionalised_form_is_left_alone_with_advice() -> None:
     given, expected = step_arguments(), step_arguments()
     torch.testing.assert_close(program.module()(*given), plain(*expected), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(given[5], expected[5], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hook", "undone"), [("post_grad_custom_pre_pass", 2), ("pre_grad_custom_pass", 0)], ids=["post", "pre"]
+)
+def test_inductor_s_hooks_run_it(hook: str, undone: int) -> None:
+    """After AOTAutograd calls are functionalised and norms spelt out; before it they are as in the model."""
+    import torch._inductor.config as inductor_config
+
+    expected, expected_cache, _ = run(norms)
+    given = step_arguments()
+    passes = [UndoFunctionalization(), SelectBackend("TORCH_SDPA"), FuseRopeCacheWrite(), RemoveNoOps()]
+    manager = PassManager(passes)
+    with inductor_config.patch({hook: manager.as_inductor_pass()}):
+        actual = torch.compile(norms, fullgraph=True)(*given)
+    assert [len(report.changes) for report in manager.reports[:3]] == [undone, 1, 1], str(manager)
+    assert "2 head norms" in str(manager.reports[2])
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(given[5], expected_cache, rtol=1e-5, atol=1e-6)
 
 
 class Module(torch.nn.Module):
