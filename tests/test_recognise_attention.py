@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attnbackend
 from attnbackend._torch_compat import mark_dynamic
@@ -175,6 +175,20 @@ def another_diagonal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(2, 3)).masked_fill(hidden, float("-inf")).softmax(-1) @ v
 
 
+def one_for_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A mask of one element, which hides nothing."""
+    hidden = torch.triu(torch.ones(1, 1), diagonal=1).bool()
+    return (q @ k.transpose(2, 3)).masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+def keys_of_one_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k[:1].transpose(2, 3)).softmax(-1) @ v[:1]
+
+
+def whole_numbers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(2, 3)).to(torch.int32).to(torch.float32).softmax(-1) @ v
+
+
 def biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(2, 3) + q[..., :1]).softmax(-1) @ v
 
@@ -201,6 +215,9 @@ LEFT: dict[Attention, tuple[dict[str, int], str]] = {
     softmax_over_queries: ({}, "softmax over dimension 2"),
     minimum_instead_of_infinity: ({}, "-inf is wanted"),
     another_diagonal: ({}, "a mask whose contents are not known"),
+    one_for_all: ({}, "a mask whose contents are not known"),
+    keys_of_one_row: ({}, "are not one for one, or not 2 rows"),
+    whole_numbers: ({}, "is to where a product"),
     biased: ({}, "is add where a product"),
     two_caps: ({}, "caps by 2.0 what was divided by 3.0"),
 }
@@ -234,10 +251,19 @@ def flex_biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flex_attention(q, k, v, score_mod=lambda score, b, h, m, n: score + (m - n))
 
 
-@pytest.mark.parametrize(("function", "recognised"), [(flex, True), (flex_biased, False)])
-def test_flex_attention(function: Attention, recognised: bool) -> None:
-    report = check(function, tensors(), recognised=recognised)
-    assert recognised or "its score_mod changes the score" in report
+def flex_masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flex_attention(q, k, v, block_mask=CAUSAL)
+
+
+CAUSAL = create_block_mask(lambda b, h, m, n: m >= n, None, None, 6, 6, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(flex, ""), (flex_biased, "its score_mod changes the score"), (flex_masked, "it has a block mask")],
+)
+def test_flex_attention(function: Attention, reason: str) -> None:
+    assert reason in check(function, tensors(), recognised=not reason)
 
 
 @pytest.mark.parametrize("decompose", [False, True])

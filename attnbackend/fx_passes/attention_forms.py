@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attnbackend._torch_compat import same_size
-from attnbackend.fx_passes.forms import NoMatch, argument, name_of, operands, shape_of
+from attnbackend.fx_passes.forms import NoMatch, argument, name_of, operands, past_casts, shape_of
 from attnbackend.fx_passes.nodes import tensor_of
 
 __all__ = ["AttentionForm", "is_candidate", "match_attention"]
@@ -32,7 +32,6 @@ class AttentionForm(NamedTuple):
 
 
 _MATMULS = ("matmul", "bmm", "__matmul__")
-_CASTS = ("to", "_to_copy", "type_as", "float", "convert_element_type", "_assert_tensor_metadata")
 
 
 def is_candidate(node: Node) -> bool:
@@ -69,6 +68,8 @@ def _check(form: AttentionForm) -> None:
         raise NoMatch(f"{q[1]} query heads over {k[1]} key-value heads")
     if not same_size(q[3], v[3]) or not same_size(q[3], k[3]):
         raise NoMatch(f"head sizes {q[3]}, {k[3]} and {v[3]} of query, key and value differ")
+    if not (same_size(q[0], k[0]) and all(same_size(a, b) for a, b in zip(k[:3], v[:3], strict=True))):
+        raise NoMatch(f"keys of {tuple(k)} and values of {tuple(v)} are not one for one, or not {q[0]} rows")
     if form.causal and not same_size(q[2], k[2]):
         raise NoMatch(
             f"is causal from the top left over {q[2]} queries and {k[2]} keys, which need not be as many"
@@ -141,11 +142,9 @@ def _match_by_hand(node: Node) -> AttentionForm:
 
 def _past_dropout(node: Any) -> Any:
     """Past conversions, and dropout that drops nothing."""
-    while isinstance(node, Node):
-        if name_of(node) in _CASTS or (name_of(node) == "dropout" and _drops_nothing(node)):
-            node = node.args[0]
-        else:
-            break
+    node = past_casts(node)
+    while name_of(node) == "dropout" and _drops_nothing(node):
+        node = past_casts(node.args[0])
     return node
 
 
@@ -164,23 +163,19 @@ def _causal(logits: Any) -> tuple[Any, bool]:
             raise NoMatch(
                 f"{logits} hides keys by {fill}, which gives rows without keys a mean; -inf is wanted"
             )
-        if not _is_above_diagonal(hidden):
+        if not _is_above_diagonal(hidden, shape_of(logits)[-2]):
             raise NoMatch(f"{hidden} is a mask whose contents are not known")
         return logits.args[0], True
     return logits, False
 
 
-def _is_above_diagonal(mask: Any) -> bool:
-    while name_of(mask) in (*_CASTS, "bool"):
+def _is_above_diagonal(mask: Any, queries: Any) -> bool:
+    while name_of(mask) in ("bool", "to", "_to_copy"):
         mask = mask.args[0]
-    if name_of(mask) == "triu":
-        return argument(mask, 1, "diagonal", 0) == 1 and _is_square_of_ones(mask.args[0])
-    return False
-
-
-def _is_square_of_ones(node: Any) -> bool:
-    shape = shape_of(node)
-    return name_of(node) == "ones" and len(shape) == 2 and same_size(shape[0], shape[1])
+    if name_of(mask) != "triu" or argument(mask, 1, "diagonal", 0) != 1 or name_of(mask.args[0]) != "ones":
+        return False
+    shape = shape_of(mask)
+    return len(shape) == 2 and all(same_size(size, queries) for size in shape)
 
 
 def _soft_cap(logits: Any) -> tuple[Any, float]:
@@ -236,33 +231,27 @@ def _factor(node: Any) -> tuple[Any, float]:
 
 
 def _match_flex(node: Node, graph_module: GraphModule) -> AttentionForm:
-    """Dynamo's higher-order op, with the score as it is and no mask or a causal one."""
-    query, key, value, score_mod, block_mask, scale = node.args[:6]
-    if _result_of(score_mod, graph_module) != "score":
+    """Dynamo's higher-order op, with the score as it is and no block mask.
+
+    What a block mask lets through is in its tensors, whatever its mask_mod says.
+    """
+    arguments: Any = node.args
+    query, key, value, score_mod, block_mask, scale = arguments[:6]
+    if not _returns_the_score(score_mod, graph_module):
         raise NoMatch("its score_mod changes the score")
-    mask = _result_of(block_mask[-1], graph_module)  # type: ignore[index]
-    if mask not in ("all", "causal"):
-        raise NoMatch("its mask_mod is neither causal nor empty")
-    assert isinstance(query, Node)
-    assert isinstance(key, Node)
-    assert isinstance(value, Node)
-    return AttentionForm(query, key, value, float(scale), mask == "causal", takes_pair=True)  # type: ignore
+    if [size for size in block_mask if isinstance(size, int)][-2:] != [_NO_BLOCKS, _NO_BLOCKS]:
+        raise NoMatch("it has a block mask, whose contents are not known")
+    return AttentionForm(query, key, value, float(scale), causal=False, takes_pair=True)
 
 
-def _result_of(attribute: Any, graph_module: GraphModule) -> str:
-    """What a score_mod or mask_mod is: "score", "all", "causal"; "" for anything else."""
+_NO_BLOCKS = 1 << 30
+"""Sizes of the one block of torch's mask for no mask (``_LARGE_SPARSE_BLOCK_SIZE``)."""
+
+
+def _returns_the_score(attribute: Any, graph_module: GraphModule) -> bool:
     function = getattr(graph_module, str(attribute.target), None)
     if not isinstance(function, GraphModule):
-        return ""
+        return False
     inputs = [n for n in function.graph.nodes if n.op == "placeholder"]
     result: Any = function.graph.output_node().args[0]
-    result = result[0] if isinstance(result, (tuple, list)) else result
-    if len(inputs) >= 5 and result is inputs[0]:
-        return "score"
-    if name_of(result) in ("new_ones", "ones") or (
-        name_of(result) in ("full", "new_full") and result.args[-1] is True
-    ):
-        return "all"
-    if len(inputs) == 4 and name_of(result) in ("ge", "__ge__") and tuple(result.args) == tuple(inputs[2:4]):
-        return "causal"
-    return ""
+    return (result[0] if isinstance(result, (tuple, list)) else result) is inputs[0]

@@ -18,6 +18,7 @@ __all__ = [
     "last_range",
     "name_of",
     "operands",
+    "past_casts",
     "same_memory",
     "shape_of",
     "view_source",
@@ -45,6 +46,18 @@ def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
 def shape_of(node: Any) -> Sequence[Any]:
     value = tensor_of(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def past_casts(node: Any) -> Any:
+    """Past conversions between floating-point types, which round at most."""
+    while name_of(node) in _CASTS and tensor_of(node).dtype.is_floating_point:
+        if not isinstance(node.args[0], Node) or not tensor_of(node.args[0]).dtype.is_floating_point:
+            break
+        node = node.args[0]
+    return node
+
+
+_CASTS = ("to", "_to_copy", "float", "type_as", "convert_element_type")
 
 
 def operands(node: Any, name: str) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ from attnbackend.fx_passes.forms import (
     last_range,
     name_of,
     operands,
+    past_casts,
     same_memory,
     shape_of,
     view_source,
@@ -198,9 +199,9 @@ def _norm_by_hand(node: Node) -> Norm:
     for weight, scaled in _both_ways(operands(node, "mul")):
         if not _is_weight(weight, node):
             continue
-        for x, root in _both_ways(operands(_uncast(scaled), "mul")):
+        for x, root in _both_ways(operands(past_casts(scaled), "mul")):
             if name_of(root) == "rsqrt":
-                source = _uncast(x)
+                source = past_casts(x)
                 eps = _mean_square_eps(root.args[0], x)
                 if tensor_of(source).dtype == tensor_of(node).dtype:
                     return Norm(source, weight, eps)
@@ -220,10 +221,3 @@ def _mean_square_eps(total: Any, x: Any) -> float:
     if (name_of(squares), factors) not in (("pow", (x, 2)), ("mul", (x, x)), ("square", (x,))):
         raise NoMatch(f"{squares} are no squares of {x}")
     return float(eps)
-
-
-def _uncast(node: Any) -> Any:
-    """Past a conversion between floating-point types."""
-    while name_of(node) in ("to", "_to_copy", "float", "type_as", "convert_element_type"):
-        node = node.args[0]
-    return node
