@@ -13,7 +13,7 @@ from attnbackend._torch_compat import fake_mode_of, trace_fake
 from attnbackend.fx_passes.forms import Viewed, shape_of
 from attnbackend.fx_passes.nodes import may_write
 
-__all__ = ["emit", "emit_view", "first_write_between", "insert_traced", "remove_unused"]
+__all__ = ["emit", "emit_again", "emit_view", "first_write_between", "insert_traced", "remove_unused"]
 
 aten = torch.ops.aten
 
@@ -38,6 +38,19 @@ def emit(graph: Graph, target: Any, *args: Any, like: Node, **kwargs: Any) -> No
     with fake_mode_of(fake_args, fake_kwargs):
         node.meta[key] = target(*fake_args, **fake_kwargs)
     return node
+
+
+def emit_again(graph: Graph, node: Node, source: Node) -> Node:
+    """The call that ``node`` is, of ``source`` instead of its first argument."""
+    copy = graph.node_copy(node, lambda n: n)
+    copy.args = (source, *node.args[1:])
+    key = "val" if "val" in node.meta else "example_value"
+    args: Any = map_arg(copy.args, lambda n: n.meta[key])
+    kwargs: Any = map_arg(copy.kwargs, lambda n: n.meta[key])
+    target: Any = getattr(type(args[0]), str(node.target)) if node.op == "call_method" else node.target
+    with fake_mode_of(args):
+        copy.meta = {**node.meta, key: target(*args, **kwargs)}
+    return copy
 
 
 def emit_view(graph: Graph, view: Viewed, like: Node) -> Node:

@@ -1,0 +1,185 @@
+"""Attention that writes float8 itself where its output is only wanted so.
+
+Shape legend: T tokens, H query heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+import attnbackend
+from attnbackend import ops
+from attnbackend.fx_passes import FuseOutputQuantization, GraphPass, PassReport, SelectBackend, graph_text
+
+T, H, K, D = 5, 4, 2, 32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def attend(q: Tensor, cache: Tensor, **options: Any) -> Tensor:
+    """Two requests of three and one tokens, one token of padding; zeros there."""
+    out = torch.empty_like(q)
+    starts, lens = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([20, 9], dtype=torch.int32)
+    table = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
+    ops.attention(q, None, None, cache, out, starts, lens, table, scale=0.2, **options)
+    return out
+
+
+def given() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(T, H, D), torch.randn(4, 2, 16, K, D) * 3, torch.tensor([0.003])]
+
+
+Step = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def run(step: Step, backend: str | None = "CPU_ATTN") -> tuple[Any, str, str]:
+    """Compiled with the pass; its report and the graph after it."""
+    seen: list[str] = []
+
+    class Look(GraphPass):
+        name = "look"
+
+        def run(self, graph_module: torch.fx.GraphModule) -> PassReport:
+            seen.append(graph_text(graph_module))
+            return PassReport(self.name)
+
+    passes: list[GraphPass] = [FuseOutputQuantization(), Look()]
+    passes += [SelectBackend(backend)] if backend else []
+    compiled: Any = attnbackend.compile(step, passes=passes, compiler="aot_eager", fullgraph=True)
+    result = compiled(*given())
+    reports = compiled.attnbackend_compiler.reports
+    return result, str(next(r for r in reports if r.pass_name == "fuse_output_quantization")), seen[0]
+
+
+def plain(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    return (attend(q, cache).flatten(1).float() / scale).clamp(-448.0, 448.0).to(E4M3)
+
+
+def reciprocal(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    out = attend(q, cache).view(1, T, H * D)
+    return torch.clamp(scale.reciprocal() * out, min=-448.0, max=448.0).to(E4M3).squeeze(0)
+
+
+def other_format(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    number = scale[0]
+    return (attend(q, cache) / number).clamp(-57344.0, 57344.0).transpose(0, 1).to(E5M2)
+
+
+@pytest.mark.parametrize(
+    ("step", "backend"),
+    [(step, name) for step in (plain, reciprocal, other_format) for name in ("CPU_ATTN", "TORCH_SDPA")]
+    + [(plain, None)],
+)
+def test_quantisation_that_the_op_does_itself(step: Step, backend: str | None) -> None:
+    with attnbackend.set_config(backend=backend or "CPU_ATTN"):
+        expected = step(*given())
+        actual, report, text = run(step, backend)
+    assert "1 changes" in report, report
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    same = (actual.view(torch.uint8) == expected.view(torch.uint8)).float().mean()
+    assert same == 1.0 if step is not reciprocal else same > 0.98, (
+        "a product rounds otherwise than a quotient"
+    )
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0.14, atol=0.02)
+    assert bool((expected.float().abs() == torch.finfo(expected.dtype).max).any()) == (expected.dtype == E4M3)
+    assert "clamp" not in text
+
+
+def test_the_graph_after() -> None:
+    _, _, text = run(plain)
+    assert_expected_inline(
+        "\n".join(text.splitlines()[-6:]),
+        """\
+lens = tensor([20, 9], dtype=torch.int32)
+table = tensor([[1, 2], [3, 0]], dtype=torch.int32)
+empty_like_default = aten::empty_like(out, dtype=torch.float8_e4m3fn)
+attention_default = attnbackend::cpu_attn_forward(l_q_, None, None, l_cache_, !empty_like_default, starts, lens, table, scale=0.2, output_scale=l_scale_)
+flatten_1 = flatten(empty_like_default, 1)
+return [flatten_1]""",
+    )
+
+
+def lse_is_asked_for(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
+    lse = torch.empty(T, H)
+    out = attend(q, cache, lse=lse)
+    return (out / scale).clamp(-448.0, 448.0).to(E4M3), lse
+
+
+def read_elsewhere(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
+    out = attend(q, cache)
+    return (out / scale).clamp(-448.0, 448.0).to(E4M3), out.sum()
+
+
+def no_clamp(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    return (attend(q, cache) / (scale * 1000)).to(E4M3)
+
+
+def other_limits(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    return (attend(q, cache) / scale).clamp(-240.0, 240.0).to(E4M3)
+
+
+def no_scale(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    return attend(q, cache).clamp(-448.0, 448.0).to(E4M3)
+
+
+def a_scale_a_head(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    return (attend(q, cache) / (scale * torch.ones(H, 1))).clamp(-448.0, 448.0).to(E4M3)
+
+
+def scale_of_the_output(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    """Dynamic: it is known only after the attention."""
+    out = attend(q, cache)
+    return (out / (out.abs().max() / 448.0)).clamp(-448.0, 448.0).to(E4M3)
+
+
+def something_between(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    return (attend(q, cache).sigmoid() / scale).clamp(-448.0, 448.0).to(E4M3)
+
+
+def other_way_round(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    return (scale / (attend(q, cache) + 9)).clamp(-448.0, 448.0).to(E4M3)
+
+
+LEFT: dict[Step, str] = {
+    lse_is_asked_for: "its LSE is asked for",
+    read_elsewhere: "not by one quantisation",
+    no_clamp: "limited to None",
+    other_limits: "limited to (-240.0, 240.0)",
+    no_scale: "without a scale",
+    a_scale_a_head: "where one float32 number is wanted",
+    scale_of_the_output: "not by one quantisation",
+    something_between: "is sigmoid, no step of a quantisation",
+    other_way_round: "is add, no step",
+}
+
+
+@pytest.mark.parametrize("step", LEFT)
+def test_what_is_left_alone_with_the_reason(step: Step) -> None:
+    with attnbackend.set_config(backend="CPU_ATTN"):
+        expected = step(*given())
+    actual, report, _ = run(step)
+    assert "0 changes" in report
+    assert LEFT[step] in report, report
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (actual, expected)), strict=True):
+        assert torch.equal(a.float().nan_to_num(7), b.float().nan_to_num(7)) or torch.allclose(
+            a.float(), b.float()
+        )
+
+
+def test_a_backend_that_does_not_claim_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnbackend.backends.torch_sdpa import TorchSDPABackend
+
+    monkeypatch.setattr(TorchSDPABackend, "supports_output_scale", False)
+    with attnbackend.registry_scope():
+        passes: list[GraphPass] = [SelectBackend("TORCH_SDPA"), FuseOutputQuantization()]
+        compiled: Any = attnbackend.compile(plain, passes=passes, compiler="aot_eager", fullgraph=True)
+        compiled(*given())
+    assert "TORCH_SDPA: has_output_scale=True (allowed: False" in str(compiled.attnbackend_compiler)
