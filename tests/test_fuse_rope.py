@@ -464,6 +464,15 @@ def test_a_backend_with_a_cache_of_its_own_kind_keeps_its_writer() -> None:
     assert "TRITON_ATTN has a cache of its own kind" in report
 
 
+def test_two_backends_over_one_standard_cache_are_fused() -> None:
+    expected, expected_cache, _ = run(plain)
+    passes: list[GraphPass] = [SelectBackend("TORCH_SDPA+TRITON_ATTN"), FuseRopeCacheWrite()]
+    actual, cache, report = run(plain, passes)
+    assert "1 changes" in report, report
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(cache, expected_cache, rtol=1e-5, atol=1e-6)
+
+
 def test_the_functionalised_form_is_left_alone_with_advice() -> None:
     program = torch.export.export(Module(), step_arguments()).run_decompositions()
     (report,) = PassManager([FuseRopeCacheWrite()]).run_on(program)

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule, Node
 
+from attnbackend.backend import AttentionBackend
 from attnbackend.backends.standard import StandardCacheBackend
+from attnbackend.backends.two_phase import TwoPhaseBackend
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
 from attnbackend.fx_passes.edits import emit, emit_view, first_write_between, remove_unused
 from attnbackend.fx_passes.forms import NoMatch, Viewed, name_of
@@ -83,12 +85,18 @@ def _check_support(write: OpNode) -> None:
     if reason := kernels.unavailable_reason(key.device.type):
         raise NoMatch(reason)
     named = backend_of_op(write.op)
-    if named is not None and not issubclass(resolve_backend(named[0]), StandardCacheBackend):
+    if named is not None and not _has_standard_cache(resolve_backend(named[0])):
         raise NoMatch(f"{named[0]} has a cache of its own kind")
     if cache.dim() != 5 or cache.shape[1] != 2:
         raise NoMatch(f"the cache's shape is {tuple(cache.shape)}, not the standard one")
     if key.shape[-1] % 8 or not 16 <= key.shape[-1] <= 256:
         raise NoMatch(f"head size {key.shape[-1]}; the kernel takes multiples of 8 from 16 to 256")
+
+
+def _has_standard_cache(backend: type[AttentionBackend]) -> bool:
+    if issubclass(backend, TwoPhaseBackend):
+        return all(map(_has_standard_cache, backend.parts))
+    return issubclass(backend, StandardCacheBackend)
 
 
 def _reader(graph: Graph, write: OpNode) -> OpNode:
