@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from graph_lines import renumbered
 from test_pass_manager import exported
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -111,32 +112,32 @@ def test_calls_whose_old_values_nobody_needs_are_undone(function: Callable[..., 
 def test_the_graph_before_and_after() -> None:
     seen = check(in_place, [Look(), UndoFunctionalization(TABLE)], torch.ones(2, 2), torch.ones(2, 2))
     assert_expected_inline(
-        Look.text,
+        renumbered(Look.text),
         """\
 arg0_1: input
 arg1_1: input
-auto_functionalized_v2 = auto_functionalized_v2(cleanuptest::add_one, _x_base_index=0, _all_bases=[arg0_1])
-getitem_1 = getitem(auto_functionalized_v2, 1)
-mul = aten::mul.Tensor(arg1_1, 0)
-auto_functionalized_v2_1 = auto_functionalized_v2(cleanuptest::add_both, x=getitem_1, _y_base_index=0, _z_base_index=1, _all_bases=[arg1_1, mul])
-getitem_2 = getitem(auto_functionalized_v2_1, 0)
-getitem_3 = getitem(auto_functionalized_v2_1, 1)
-getitem_4 = getitem(auto_functionalized_v2_1, 2)
-add = aten::add.Tensor(getitem_2, getitem_4)
-copy_ = aten::copy_(!arg0_1, getitem_1)
-copy__1 = aten::copy_(!arg1_1, getitem_3)
-return [add]""",
+%0 = auto_functionalized_v2(cleanuptest::add_one, _x_base_index=0, _all_bases=[arg0_1])
+%1 = getitem(%0, 1)
+%2 = aten::mul.Tensor(arg1_1, 0)
+%3 = auto_functionalized_v2(cleanuptest::add_both, x=%1, _y_base_index=0, _z_base_index=1, _all_bases=[arg1_1, %2])
+%4 = getitem(%3, 0)
+%5 = getitem(%3, 1)
+%6 = getitem(%3, 2)
+%7 = aten::add.Tensor(%4, %6)
+%8 = aten::copy_(!arg0_1, %1)
+%9 = aten::copy_(!arg1_1, %5)
+return [%7]""",
     )
     assert_expected_inline(
-        seen[-1],
+        renumbered(seen[-1]),
         """\
 arg0_1: input
 arg1_1: input
-add_one_default = cleanuptest::add_one(!arg0_1)
-mul = aten::mul.Tensor(arg1_1, 0)
-add_both_default = cleanuptest::add_both(arg0_1, !arg1_1, !mul)
-add = aten::add.Tensor(add_both_default, mul)
-return [add]""",
+%0 = cleanuptest::add_one(!arg0_1)
+%1 = aten::mul.Tensor(arg1_1, 0)
+%2 = cleanuptest::add_both(arg0_1, !arg1_1, !%1)
+%3 = aten::add.Tensor(%2, %1)
+return [%3]""",
     )
 
 

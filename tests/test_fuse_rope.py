@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from graph_lines import renumbered
 from model_zoo import EagerReference, make_model
 from program_steps import greedy, prompt_logits
 from torch import Tensor
@@ -255,7 +256,7 @@ def test_the_graph_before_and_after() -> None:
 
     run(model_layout, [SelectBackend("TORCH_SDPA"), Look(), FuseRopeCacheWrite(), Look()])
     assert_expected_inline(
-        seen[0],
+        renumbered(seen[0]),
         """\
 l_q_: input
 l_k_: input
@@ -267,45 +268,45 @@ l_batch_slot_mapping: input
 l_batch_query_start_loc: input
 l_batch_seq_lens: input
 l_batch_block_table: input
-getitem = getitem(l_q_, None)
-q4 = transpose(getitem, 1, 2)
-getitem_1 = getitem(l_k_, None)
-k4 = transpose(getitem_1, 1, 2)
-getitem_2 = getitem(l_v_, None)
-v4 = transpose(getitem_2, 1, 2)
-getitem_3 = getitem(l_cos_, None)
-cos4 = unsqueeze(getitem_3, 1)
-getitem_4 = getitem(l_sin_, None)
-sin4 = unsqueeze(getitem_4, 1)
-chunk = chunk(q4, 2, dim=-1)
-low = getitem(chunk, 0)
-high = getitem(chunk, 1)
-neg = neg(high)
-cat = cat([neg, low], dim=-1)
-mul = mul(sin4, cat)
-mul_1 = mul(q4, cos4)
-q4_1 = add(mul, mul_1)
-chunk_1 = chunk(k4, 2, dim=-1)
-low_1 = getitem(chunk_1, 0)
-high_1 = getitem(chunk_1, 1)
-neg_1 = neg(high_1)
-cat_1 = cat([neg_1, low_1], dim=-1)
-mul_2 = mul(sin4, cat_1)
-mul_3 = mul(k4, cos4)
-k4_1 = add(mul_2, mul_3)
-getitem_9 = getitem(q4_1, 0)
-transpose_3 = transpose(getitem_9, 0, 1)
-getitem_10 = getitem(k4_1, 0)
-transpose_4 = transpose(getitem_10, 0, 1)
-getitem_11 = getitem(v4, 0)
-transpose_5 = transpose(getitem_11, 0, 1)
-kv_cache_update_default = attnbackend::kv_cache_update(transpose_4, transpose_5, !l_cache_, l_batch_slot_mapping)
-out = empty_like(transpose_3)
-attention_default = attnbackend::torch_sdpa_forward(transpose_3, transpose_4, transpose_5, l_cache_, !out, l_batch_query_start_loc, l_batch_seq_lens, l_batch_block_table, scale=0.2)
-return [out]""",
+%0 = getitem(l_q_, None)
+%1 = transpose(%0, 1, 2)
+%2 = getitem(l_k_, None)
+%3 = transpose(%2, 1, 2)
+%4 = getitem(l_v_, None)
+%5 = transpose(%4, 1, 2)
+%6 = getitem(l_cos_, None)
+%7 = unsqueeze(%6, 1)
+%8 = getitem(l_sin_, None)
+%9 = unsqueeze(%8, 1)
+%10 = chunk(%1, 2, dim=-1)
+%11 = getitem(%10, 0)
+%12 = getitem(%10, 1)
+%13 = neg(%12)
+%14 = cat([%13, %11], dim=-1)
+%15 = mul(%9, %14)
+%16 = mul(%1, %7)
+%17 = add(%15, %16)
+%18 = chunk(%3, 2, dim=-1)
+%19 = getitem(%18, 0)
+%20 = getitem(%18, 1)
+%21 = neg(%20)
+%22 = cat([%21, %19], dim=-1)
+%23 = mul(%9, %22)
+%24 = mul(%3, %7)
+%25 = add(%23, %24)
+%26 = getitem(%17, 0)
+%27 = transpose(%26, 0, 1)
+%28 = getitem(%25, 0)
+%29 = transpose(%28, 0, 1)
+%30 = getitem(%5, 0)
+%31 = transpose(%30, 0, 1)
+%32 = attnbackend::kv_cache_update(%29, %31, !l_cache_, l_batch_slot_mapping)
+%33 = empty_like(%27)
+%34 = attnbackend::torch_sdpa_forward(%27, %29, %31, l_cache_, !%33, l_batch_query_start_loc, l_batch_seq_lens, l_batch_block_table, scale=0.2)
+return [%33]""",
     )
     assert_expected_inline(
-        seen[1],
+        renumbered(seen[1]),
         """\
 l_q_: input
 l_k_: input
@@ -317,28 +318,28 @@ l_batch_slot_mapping: input
 l_batch_query_start_loc: input
 l_batch_seq_lens: input
 l_batch_block_table: input
-getitem = getitem(l_q_, None)
-q4 = transpose(getitem, 1, 2)
-getitem_1 = getitem(l_k_, None)
-k4 = transpose(getitem_1, 1, 2)
-getitem_2 = getitem(l_v_, None)
-v4 = transpose(getitem_2, 1, 2)
-getitem_3 = getitem(l_cos_, None)
-getitem_4 = getitem(l_sin_, None)
-getitem_11 = getitem(v4, 0)
-transpose_5 = transpose(getitem_11, 0, 1)
-permute_default = aten::permute(q4, [0, 2, 1, 3])
-select_int = aten::select.int(permute_default, 0, 0)
-permute_default_1 = aten::permute(k4, [0, 2, 1, 3])
-select_int_1 = aten::select.int(permute_default_1, 0, 0)
-select_int_2 = aten::select.int(getitem_3, 0, 0)
-select_int_3 = aten::select.int(getitem_4, 0, 0)
-rope_kv_cache_update_default = attnbackend::rope_kv_cache_update(select_int, select_int_1, transpose_5, select_int_2, select_int_3, !l_cache_, l_batch_slot_mapping)
-getitem_12 = getitem(rope_kv_cache_update_default, 0)
-getitem_13 = getitem(rope_kv_cache_update_default, 1)
-out = empty_like(getitem_12)
-attention_default = attnbackend::torch_sdpa_forward(getitem_12, getitem_13, transpose_5, l_cache_, !out, l_batch_query_start_loc, l_batch_seq_lens, l_batch_block_table, scale=0.2)
-return [out]""",
+%0 = getitem(l_q_, None)
+%1 = transpose(%0, 1, 2)
+%2 = getitem(l_k_, None)
+%3 = transpose(%2, 1, 2)
+%4 = getitem(l_v_, None)
+%5 = transpose(%4, 1, 2)
+%6 = getitem(l_cos_, None)
+%7 = getitem(l_sin_, None)
+%8 = getitem(%5, 0)
+%9 = transpose(%8, 0, 1)
+%10 = aten::permute(%1, [0, 2, 1, 3])
+%11 = aten::select.int(%10, 0, 0)
+%12 = aten::permute(%3, [0, 2, 1, 3])
+%13 = aten::select.int(%12, 0, 0)
+%14 = aten::select.int(%6, 0, 0)
+%15 = aten::select.int(%7, 0, 0)
+%16 = attnbackend::rope_kv_cache_update(%11, %13, %9, %14, %15, !l_cache_, l_batch_slot_mapping)
+%17 = getitem(%16, 0)
+%18 = getitem(%16, 1)
+%19 = empty_like(%17)
+%20 = attnbackend::torch_sdpa_forward(%17, %18, %9, l_cache_, !%19, l_batch_query_start_loc, l_batch_seq_lens, l_batch_block_table, scale=0.2)
+return [%19]""",
     )
 
 
