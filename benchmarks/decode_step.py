@@ -38,7 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, action="append", help="requests; default 1, 16, 64, 256")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--compile-whole", action="store_true", help="all layers as one graph")
     parser.add_argument("--mode", help="CUDA-graph mode; default: as much as is possible")
     parser.add_argument(
         "--ahead", action=argparse.BooleanOptionalAction, default=True, help="see async_scheduling"
@@ -72,7 +71,7 @@ def measure_backend(model: Any, backend: str | None, batches: list[int], options
     engine = Engine(
         model, backend=backend, max_num_seqs=max(batches), max_num_batched_tokens=8192, max_model_len=2048,
         num_blocks=max(batches) * 72 + 1, compile=options.compile, cudagraph_mode=options.mode,
-        async_scheduling=options.ahead, compile_whole=options.compile_whole,
+        async_scheduling=options.ahead,
     )  # fmt: skip
     ready = time.perf_counter() - started
     found: dict[str, Any] = {"seconds_to_ready": round(ready, 1), "backend": _backends(engine)}

@@ -52,7 +52,7 @@ class NoModel:
     def bind(self, layers: Mapping[str, BoundLayer]) -> None:
         pass
 
-    def compile(self, backend: str | None, *, in_pieces: bool = False, whole: bool = False) -> None:
+    def compile(self, backend: str | None, *, in_pieces: bool = False) -> None:
         pass
 
     def forward(

@@ -11,7 +11,7 @@ _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
     "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20, "max_position_embeddings": 128,
+    "qk_rope_head_dim": 16, "qk_nope_head_dim": 40, "v_head_dim": 24, "max_position_embeddings": 128,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "attn_implementation": "eager",
 }  # fmt: skip
 _YARN = {

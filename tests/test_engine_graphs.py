@@ -64,13 +64,12 @@ def scope() -> Iterator[None]:
 
 
 def serve(
-    model: Any, backend: str, mode: CUDAGraphMode | None, compile: bool = False, compile_whole: bool = False,
-    recorded: bool = not ON_GPU, **options: Any,
+    model: Any, backend: str, mode: CUDAGraphMode | None, compile: bool = False, recorded: bool = not ON_GPU,
+    **options: Any,
 ) -> EngineCore:  # fmt: skip
     library = (lambda device: RecordedGraphs()) if recorded else None
     runner = build_runner(
-        model, backend=backend, num_blocks=60, max_num_seqs=6, max_num_batched_tokens=24,
-        compile=compile, compile_whole=compile_whole,
+        model, backend=backend, num_blocks=60, max_num_seqs=6, max_num_batched_tokens=24, compile=compile,
         graphs=GraphOptions(mode=mode, library=library, **options),
     )  # fmt: skip
     return EngineCore(
@@ -188,10 +187,9 @@ def test_a_backend_that_a_graph_cannot_hold_is_found_out(
             return impl
 
     register_backend("HONEST_ALWAYS")(Backend)
-    # On a GPU, a copy from the host cannot even be captured.
-    wrong = r"BatchDescriptor.* gives other logits .* requests \['r|capturing the graph of .* failed"
-    with pytest.raises(RuntimeError, match=wrong):
-        logits_of_all_steps(serve(model, "HONEST_ALWAYS", mode, debug=True), seed=6)
+    engine = serve(model, "HONEST_ALWAYS", mode, debug=True)
+    with pytest.raises(RuntimeError, match=r"BatchDescriptor.* gives other logits .* requests \['r"):
+        logits_of_all_steps(engine, seed=6)
 
 
 def test_what_was_captured_is_told_size_by_size(model: Any) -> None:
@@ -203,34 +201,6 @@ def test_what_was_captured_is_told_size_by_size(model: Any) -> None:
     assert report.total == lines[-1]
     assert lines[-1].startswith(f"{len(report.costs)} graphs in ")
     assert report.seconds >= sum(cost.seconds for cost in report.costs) > 0
-
-
-@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE])
-def test_nothing_is_compiled_for_a_capture_or_while_serving(
-    model: Any, mode: CUDAGraphMode, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
-) -> None:
-    monkeypatch.setattr(transformers_models, "make_compiler", partial(make_compiler, compiler="aot_eager"))
-    name = register_backend("HONEST_ALWAYS")(backend_of(ALWAYS)).get_name()
-    engine = serve(model, name, mode, compile=True)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        logits_of_all_steps(engine, seed=5)
-    assert engine.runner.model.compiler.num_graphs == 2, "many tokens, and one"  # type: ignore[attr-defined]
-
-
-def test_a_model_compiled_as_one_graph_shares_its_equal_pieces(
-    model: Any, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
-) -> None:
-    monkeypatch.setattr(transformers_models, "make_compiler", partial(make_compiler, compiler="aot_eager"))
-    layers = make_model("llama", num_hidden_layers=4).to(DEVICE)
-    name = register_backend("HONEST_ALWAYS")(backend_of(ALWAYS)).get_name()
-    without = logits_of_all_steps(without_graphs(layers, name, CUDAGraphMode.FULL, compile=True), seed=5)
-    engine = serve(layers, name, CUDAGraphMode.FULL, compile=True, compile_whole=True)
-    compiler = engine.runner.model.compiler  # type: ignore[attr-defined]
-    assert compiler.num_graphs == 2, "many tokens, and one"
-    assert (compiler.pieces.num_pieces, compiler.pieces.num_compiled) == (2 * 5, 2 * 3)
-    got = logits_of_all_steps(engine, seed=5)
-    for (_, a), (_, b) in zip(got, without, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 BY_LEVEL = {

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("transformers")
 
 from latent_zoo import LATENT_ZOO, make_latent_model
 from mla_op_cases import MLA_BACKENDS, require_mla
 from model_zoo import EagerReference
+from program_steps import greedy
 from served_logits import KINDS, judge, make_engine, prompt, serve
 from tiny_models import greedy_tokens
 
@@ -24,9 +25,11 @@ from attnbackend import Engine, SamplingParams, set_config
 from attnbackend.backends.mla import common
 from attnbackend.backends.mla.planning import plan_mla_step
 from attnbackend.compiler import make_compiler
+from attnbackend.fx_passes import graph_text
 from attnbackend.integrations import latent_attention
 from attnbackend.integrations import transformers as integration
-from attnbackend.layers import BatchTensors, DecodeTensors, MLAAttention
+from attnbackend.integrations.programs import ModelStep, export_model
+from attnbackend.layers import MLAAttention
 from attnbackend.mla_metadata import MLAMetadata
 
 
@@ -66,6 +69,14 @@ def test_served_logits_equal_eager_ones_in_every_kind_of_batch(
     assert any(plan.prefill is None for plan in made)
 
 
+def test_served_logits_equal_eager_ones_on_interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_mla("TRITON_MLA", head_size=48, kv_lora_rank=32)
+    model, reference = model_and_reference("deepseek_v3")
+    with plans(monkeypatch), set_config(mla_prefill="TRITON"):
+        served = serve(make_engine(model, "TRITON_MLA"), long=36, answer=2)
+    assert set(judge(served, reference)) == KINDS
+
+
 @pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v2", "deepseek_v3"])
 def test_32_greedy_tokens_equal_transformers_own(name: str) -> None:
     model = make_latent_model(name, max_position_embeddings=256)
@@ -103,39 +114,14 @@ def test_a_model_compiled_by_inductor_gives_the_same_tokens(fresh_compiler: None
     assert output.token_ids == wanted
 
 
-class _Step(nn.Module):
-    """A served model as a function of tensors alone."""
-
-    def __init__(self, served: Any) -> None:
-        super().__init__()
-        self.model, self._served = served.model, served
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, batch: BatchTensors
-    ) -> Tensor:
-        return self._served._run(input_ids, positions, logits_indices, batch).logits[0]
-
-
-def test_an_exported_model_gives_the_same_logits() -> None:
-    model = make_latent_model("deepseek_v3", num_hidden_layers=1)
-    engine = make_engine(model, "TORCH_MLA")
-    step, caches = _Step(engine.runner.model), engine.runner.kv_caches.values()  # type: ignore[attr-defined]
-    ints = partial(torch.tensor, dtype=torch.int32)
-    tokens = torch.export.Dim("tokens", min=2, max=64)
-    for cls, starts, lens in ((BatchTensors, [0, 1, 4], [4, 20]), (DecodeTensors, [0, 1, 2], [4, 20])):
-        count = starts[-1]
-        batch = cls(torch.arange(16, 16 + count), ints(starts), ints(lens), ints([[1, 2], [3, 4]]))
-        dynamic = ({0: tokens}, {0: tokens}, {0: tokens}, cls({0: tokens}, {}, {}, {}))
-        arguments = (torch.arange(count) + 5, torch.arange(count), torch.arange(count), batch)
-        with torch.no_grad():
-            program = torch.export.export(step, arguments, dynamic_shapes=dynamic)
-            results = []
-            for run in (program.module(), step):
-                for cache in caches:
-                    cache.copy_(torch.linspace(-1, 1, cache.numel()).view_as(cache))
-                results.append(run(*arguments))
-        torch.testing.assert_close(*results)
-        assert "mla" in str(program.graph)
+def test_an_exported_model_gives_the_same_tokens_over_caches_that_it_is_given(fresh_compiler: None) -> None:
+    model = make_latent_model("deepseek_v3")
+    wanted = greedy_tokens(model, prompt(12, 1), 8)
+    program = export_model(model, backend="TORCH_MLA")
+    assert graph_text(program.graph_module).count("torch_mla_forward_mixed") == 2
+    caches = ModelStep(model).new_caches(9)
+    with set_config(mla_context_tokens=16):
+        assert greedy(program.module(), prompt(12, 1), 8, caches) == wanted
 
 
 def test_the_model_itself_goes_on_working_while_it_is_served_and_afterwards() -> None:

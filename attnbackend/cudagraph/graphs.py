@@ -123,8 +123,10 @@ class CUDAPieces(Breaks):
         if kind is None:
             self._finish()
             return
-        with suppress(RuntimeError):
-            self._graph.capture_end()  # Which a failed capture refuses; its own error is the one to see.
+        with suppress(
+            RuntimeError
+        ):  # A capture that failed cannot be ended; its own error is the one to see.
+            self._graph.capture_end()
 
     def _finish(self) -> None:
         self._end(self._graph)

@@ -25,6 +25,7 @@ from attnbackend.selector import AttentionSelectorConfig, select_backend
 
 __all__ = [
     "BATCH",
+    "BOUND",
     "LatentCalls",
     "adopt_latent_module",
     "is_latent_module",
@@ -32,6 +33,8 @@ __all__ = [
     "release_latent_module",
 ]
 
+BOUND = "attnbackend_layer"
+"""Attribute of an attention module that holds its `BoundLayer`."""
 BATCH = "attnbackend_batch"
 """The keyword argument with which an engine's batch comes to attention modules."""
 _LAYER = "attnbackend_mla"
@@ -77,7 +80,7 @@ class _Served:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         layer: MLAAttention = self.__dict__[_LAYER]
         cos, sin = _angles(kwargs["position_embeddings"])
-        out = layer(hidden_states[0], cos, sin, batch)
+        out = layer.attend(hidden_states[0], cos, sin, batch, getattr(self, BOUND))
         return self.o_proj(out.unsqueeze(0)), None  # type: ignore[attr-defined]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -115,10 +118,10 @@ def _layer_of(module: Any) -> MLAAttention:
     )  # fmt: skip
 
 
-def adopt_latent_module(module: nn.Module, layer: BoundLayer) -> None:
-    """Has the module run an engine's steps on `MLAAttention`, over the layer's cache."""
+def adopt_latent_module(module: nn.Module) -> None:
+    """Has the module run an engine's steps on `MLAAttention`, over the cache of its `BoundLayer`."""
     own = _layer_of(module)
-    own.bind(layer)
+    own.split_kv_b()
     module.__dict__[_LAYER] = own
     if not isinstance(module, _Served):
         cls: Any = type(module)

@@ -86,7 +86,7 @@ class ModelStep(nn.Module):
                 modules[name].__dict__[BOUND] = bound
                 modules[name].__dict__[CHUNK] = layer.config.attention_chunk_size
                 if layer.config.use_mla:
-                    adopt_latent_module(modules[name], bound)
+                    adopt_latent_module(modules[name])
             yield
         finally:
             for name in self._layers:

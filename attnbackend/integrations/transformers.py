@@ -33,6 +33,7 @@ from attnbackend.integrations.dense_masks import (
 )
 from attnbackend.integrations.latent_attention import (
     BATCH,
+    BOUND,
     LatentCalls,
     adopt_latent_module,
     is_latent_module,
@@ -49,8 +50,6 @@ from attnbackend.types import AttentionType
 
 __all__ = ["ATTN_IMPLEMENTATION", "BOUND", "CHUNK", "TransformersModel", "attention_forward"]
 
-BOUND = "attnbackend_layer"
-"""Attribute of an attention module that holds its `BoundLayer`."""
 CHUNK = "attnbackend_chunk"
 _OWNER = "attnbackend_owner"
 _REFUSED = ("position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -194,25 +193,21 @@ class TransformersModel:
             setattr(modules[name], BOUND, layer)
             setattr(modules[name], CHUNK, self._modules[modules[name]].config.attention_chunk_size)
             if is_latent_module(modules[name]):
-                adopt_latent_module(modules[name], layer)
+                adopt_latent_module(modules[name])
         self._first = next((modules[name], layer) for name, layer in layers.items())
         if self.device.type == "cpu":
             self.packing = pack_linears(self.model, max_bytes=free_memory(self.device) // 2)
         elif self._merges_linears:
             self.num_merged = merge_linears(self.model)
 
-    def compile(self, backend: str | None, *, in_pieces: bool = False, whole: bool = False) -> None:
-        """Compiles each decoder layer for serving; equal layers share one compilation.
-
-        ``whole``: all layers as one graph, cut at attention, whose equal pieces share one compilation.
-        """
+    def compile(self, backend: str | None, *, in_pieces: bool = False) -> None:
+        """Compiles each decoder layer for serving; equal layers share one compilation."""
         passes: list[GraphPass] = [SelectBackend(backend), *self._passes]
         if self.num_merged:
             passes.append(MergeLinears())
-        self.compiler = make_compiler(backend, passes=passes, in_pieces=in_pieces or whole)
+        self.compiler = make_compiler(backend, passes=passes, in_pieces=in_pieces)
         runs: dict[Any, Callable[..., Any]] = {}
-        layers = _decoder_layers(self._modules, self.model)
-        for layer in [_holder_of(layers, self.model)] if whole else layers:
+        for layer in _decoder_layers(self._modules, self.model):
             kind = self._kind_of(layer)
             if kind not in runs:
                 runs[kind] = torch.compile(
@@ -377,15 +372,3 @@ def _decoder_layers(attention_modules: Mapping[nn.Module, Any], model: nn.Module
             "make the engine with compile=False"
         )
     return layers
-
-
-def _holder_of(layers: list[nn.Module], model: nn.Module) -> nn.Module:
-    """The module that runs all layers one after the other."""
-    for module in model.modules():
-        held = [block for child in module.children() if isinstance(child, nn.ModuleList) for block in child]
-        if all(layer in held for layer in layers):
-            return module
-    raise ValueError(
-        f"no one module of {type(model).__name__} has all layers in its lists, so they cannot be compiled as "
-        "one graph; make the engine with compile_whole=False"
-    )

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 __all__ = ["SIBLINGS", "merge_linears"]
 
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "kv_a_proj_with_mqa"),
+)  # fmt: skip
 """Names under which models keep layers of one input."""
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attnbackend.impl import MLADims
+from attnbackend.layers.packed_linear import PackedLinear
 from attnbackend.layers.paged import BatchTensors, BoundLayer, DecodeTensors
 from attnbackend.layers.rotary import rotate
 from attnbackend.ops import mla_attention, mla_kv_cache_update, mla_mixed_attention
@@ -103,20 +104,33 @@ class MLAAttention(nn.Module):
         self.qk_head_dim = dims.qk_nope_head_dim + dims.qk_rope_head_dim
         self.scale = self.qk_head_dim**-0.5 if scale is None else scale
         self.kv_cache_dtype, self.group = "auto", -1
-        for name in ("kv_cache", "k_scale", "kv_b_weight"):
+        for name in ("kv_cache", "k_scale", "dequantized_kv_b"):
             self.register_buffer(name, None, persistent=False)
 
     def bind(self, layer: BoundLayer) -> None:
-        """Gives the layer its cache, and splits the weight of ``kv_b_proj`` by heads; call it after loading.
+        """Gives the layer its cache; call it after loading, see `split_kv_b`."""
+        self.kv_cache, self.k_scale = layer.kv_cache, layer.k_scale
+        self.kv_cache_dtype, self.group = layer.kv_cache_dtype, layer.group
+        self.split_kv_b()
+
+    def split_kv_b(self) -> None:
+        """Makes ready what splits the weight of ``kv_b_proj`` by heads: nothing for a plain linear layer,
+        whose weight is viewed; any other is dequantised.
 
         Raises:
             ValueError: ``kv_b_proj`` has a bias.
         """
-        self.kv_cache, self.k_scale = layer.kv_cache, layer.k_scale
-        self.kv_cache_dtype, self.group = layer.kv_cache_dtype, layer.group
-        rows = self.qk_nope_head_dim + self.v_head_dim
-        weight = _plain_weight(self.kv_b_proj, self.dims.kv_lora_rank, layer.kv_cache.device)
-        self.kv_b_weight = weight.view(self.num_heads, rows, self.dims.kv_lora_rank)
+        if getattr(self.kv_b_proj, "bias", None) is not None:
+            raise ValueError("kv_b_proj has a bias, which keys and values of latent attention do not have")
+        if type(self.kv_b_proj) not in _PLAIN:
+            self.dequantized_kv_b = _dequantized(self.kv_b_proj, self.dims.kv_lora_rank)
+
+    @property
+    def kv_b_weight(self) -> Tensor:
+        """[H, P + V, L]: of each head W_UK, then W_UV."""
+        weight = self.kv_b_proj.weight if self.dequantized_kv_b is None else self.dequantized_kv_b
+        assert isinstance(weight, Tensor)
+        return weight.view(self.num_heads, -1, self.dims.kv_lora_rank)
 
     def forward(
         self, hidden_states: Tensor, cos: Tensor, sin: Tensor, batch: BatchTensors,
@@ -136,10 +150,18 @@ class MLAAttention(nn.Module):
         Raises:
             RuntimeError: no cache was bound.
         """
-        if self.kv_cache is None or self.kv_b_weight is None:
+        if self.kv_cache is None:
             raise RuntimeError(
                 "this MLAAttention layer has no cache; call bind(BoundLayer(kv_cache, ...)) first"
             )
+        layer = BoundLayer(self.kv_cache, self.kv_cache_dtype, self.group, self.k_scale)
+        return self.attend(hidden_states, cos, sin, batch, layer, topk_indices)
+
+    def attend(
+        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, batch: BatchTensors, layer: BoundLayer,
+        topk_indices: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As `forward`, over a cache that is given and not bound."""
         query = self._query(hidden_states).view(-1, self.num_heads, self.qk_head_dim)
         q_nope, q_pe = query.split((self.qk_nope_head_dim, self.dims.qk_rope_head_dim), dim=-1)
         row = self.kv_a_proj_with_mqa(hidden_states)
@@ -147,12 +169,15 @@ class MLAAttention(nn.Module):
         kv_c = self.kv_a_layernorm(latent)
         q_pe = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), interleaved=self.interleaved)
         k_pe = rotate(k_pe, cos, sin, interleaved=self.interleaved)
-        mla_kv_cache_update(kv_c, k_pe, self.kv_cache, batch.slot_mapping, **self._cache_arguments())
+        own = _cache_arguments(layer)
+        mla_kv_cache_update(kv_c, k_pe, layer.kv_cache, batch.slot_mapping, **own)
         if topk_indices is not None or isinstance(batch, DecodeTensors):
-            out_THV = self._on_latents(q_nope, q_pe, batch, topk_indices)
+            attended = self._on_latents(
+                q_nope, q_pe, layer.kv_cache, batch, {**own, "topk_indices": topk_indices}
+            )
         else:
-            out_THV = self._mixed(torch.cat([q_nope, q_pe], -1), kv_c, k_pe, batch)
-        return out_THV.flatten(1)
+            attended = self._mixed(torch.cat([q_nope, q_pe], -1), kv_c, k_pe, layer.kv_cache, batch, own)
+        return attended.flatten(1)
 
     def _query(self, hidden_states: Tensor) -> Tensor:
         if hasattr(self, "q_proj"):
@@ -160,40 +185,43 @@ class MLAAttention(nn.Module):
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
 
     def _on_latents(
-        self, q_nope: Tensor, q_pe: Tensor, batch: BatchTensors, topk_indices: Tensor | None
+        self, q_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, batch: BatchTensors, own: dict[str, Any]
     ) -> Tensor:
-        assert self.kv_b_weight is not None
         query_latent = absorb(q_nope, self.kv_b_weight)
         output = q_pe.new_empty(query_latent.shape)
         mla_attention(
-            query_latent, q_pe, self.kv_cache, output, batch.query_start_loc, batch.seq_lens,
-            batch.block_table, scale=self.scale, topk_indices=topk_indices, **self._cache_arguments(),
+            query_latent, q_pe, kv_cache, output, batch.query_start_loc, batch.seq_lens, batch.block_table,
+            scale=self.scale, **own,
         )  # fmt: skip
         return up_project(output, self.kv_b_weight, self.v_head_dim)
 
-    def _mixed(self, query: Tensor, kv_c: Tensor, k_pe: Tensor, batch: BatchTensors) -> Tensor:
+    def _mixed(
+        self, query: Tensor, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, batch: BatchTensors,
+        own: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
         output = query.new_empty(*query.shape[:2], self.v_head_dim)
         mla_mixed_attention(
-            query, kv_c, k_pe, self.kv_cache, self.kv_b_weight, output, batch.query_start_loc,
-            batch.seq_lens, batch.block_table, scale=self.scale, **self._cache_arguments(),
+            query, kv_c, k_pe, kv_cache, self.kv_b_weight, output, batch.query_start_loc, batch.seq_lens,
+            batch.block_table, scale=self.scale, **own,
         )  # fmt: skip
         return output
 
-    def _cache_arguments(self) -> dict[str, Any]:
-        return {"k_scale": self.k_scale, "kv_cache_dtype": self.kv_cache_dtype, "group": self.group}
-
     kv_cache: Tensor | None
     k_scale: Tensor | None
-    kv_b_weight: Tensor | None
+    dequantized_kv_b: Tensor | None
 
 
-def _plain_weight(projection: nn.Module, inputs: int, device: torch.device) -> Tensor:
-    """The weight [outputs, inputs] of a linear layer; of any other kind, what it makes of a unit matrix."""
-    if getattr(projection, "bias", None) is not None:
-        raise ValueError("kv_b_proj has a bias, which keys and values of latent attention do not have")
-    if type(projection) is nn.Linear:
-        return projection.weight.detach()
-    tensors = (*projection.parameters(), *projection.buffers())
+_PLAIN = (nn.Linear, PackedLinear)
+
+
+def _cache_arguments(layer: BoundLayer) -> dict[str, Any]:
+    return {"k_scale": layer.k_scale, "kv_cache_dtype": layer.kv_cache_dtype, "group": layer.group}
+
+
+def _dequantized(projection: nn.Module, inputs: int) -> Tensor:
+    """The weight [outputs, inputs] that a projection amounts to: what it makes of a unit matrix."""
+    tensors = [*projection.parameters(), *projection.buffers()]
     dtype = next((x.dtype for x in tensors if x.is_floating_point() and x.itemsize > 1), None)
+    device = tensors[0].device if tensors else None
     with torch.no_grad():
         return projection(torch.eye(inputs, dtype=dtype, device=device)).t().contiguous()

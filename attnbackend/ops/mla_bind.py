@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from attnbackend.ops import mla_checks as checks
 from attnbackend.ops.binding import LN_2, choose_backend, remember, rows_of, typed_cache, whole_of
 from attnbackend.ops.mla_calls import MLAAttentionCall, MLACacheUpdateCall, MLAMixedCall, MLAPrefillCall
 from attnbackend.ops.mla_mixed import attend_mixed
-from attnbackend.registry import registry_generation, resolve_backend
+from attnbackend.registry import any_case_name, is_implemented, registry_generation, resolve_backend
 from attnbackend.selector import AttentionSelectorConfig
 from attnbackend.types import LSEBase
 
@@ -132,7 +132,15 @@ def check_mla_update_call(name: str | None, call: MLACacheUpdateCall) -> type[At
     """As `check_mqa_call`, for a cache write."""
     checks.check_mla_update(call)
     checks.check_same_rows(call)
-    return choose_backend(name, mla_config(call))
+    config = mla_config(call)
+    return choose_backend(name, replace(config, use_sparse=_names_sparse(name)))
+
+
+def _names_sparse(name: str | None) -> bool:
+    """Whether the named or forced backend is sparse: it writes the cache as any other does."""
+    forced = forced_backend() if name is None else None
+    named = any_case_name(forced.name) if forced is not None else name
+    return named is not None and is_implemented(named) and resolve_backend(named).is_sparse
 
 
 def check_mha_call(name: str, call: MLAPrefillCall) -> type[AttentionBackend]:

@@ -31,9 +31,7 @@ class Engine(EngineCore):
         max_num_batched_tokens: most tokens a step; longer prompts are computed in chunks.
         max_model_len: most tokens of a request, prompt and generated; None takes the model's.
         kv_cache_dtype: "auto" for the model's dtype, or the name of another.
-        compile: compile the model, each layer by itself: equal layers share one compilation.
-        compile_whole: compile all layers as one graph instead, cut at attention; equal pieces share one
-            compilation, and kernels reach from layer to layer. Tracing takes its time for every layer.
+        compile: compile the model.
         cudagraph_mode: a `CUDAGraphMode` or its name; None takes what backend and device allow.
         cudagraph_capture_sizes: batch sizes in tokens to capture graphs for; None: see `capture_sizes`.
         cudagraph_lazy_capture: capture a graph when a batch first needs it, not before serving.
@@ -64,7 +62,6 @@ class Engine(EngineCore):
         max_model_len: int | None = None,
         kv_cache_dtype: str = "auto",
         compile: bool = True,
-        compile_whole: bool = False,
         cudagraph_mode: CUDAGraphMode | str | None = None,
         cudagraph_capture_sizes: Sequence[int] | None = None,
         cudagraph_lazy_capture: bool = False,
@@ -86,7 +83,6 @@ class Engine(EngineCore):
             max_model_len=max_model_len,
             kv_cache_dtype=kv_cache_dtype,
             compile=compile,
-            compile_whole=compile_whole,
             num_drafts=drafts_of(speculative, num_speculative_tokens),
             graphs=GraphOptions(
                 mode=None if cudagraph_mode is None else CUDAGraphMode.parse(cudagraph_mode),

@@ -40,14 +40,7 @@ from attnbackend.metadata import AttentionMetadataBuilder, BatchLimits, CommonAt
 from attnbackend.platforms import free_memory
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.served_model import AttentionLayer, ServedModel
-from attnbackend.runtime.step_graphs import (
-    GraphOptions,
-    StepGraphs,
-    StepInputs,
-    inputs_of,
-    plan_graphs,
-    rows_for,
-)
+from attnbackend.runtime.step_graphs import GraphOptions, StepGraphs, StepInputs, inputs_of, plan_graphs
 from attnbackend.selector import AttentionSelectorConfig, select_backend
 from attnbackend.types import AttentionType
 
@@ -69,7 +62,6 @@ class RunnerOptions:
     max_model_len: int | None = None
     kv_cache_dtype: str = "auto"
     compile: bool = True
-    compile_whole: bool = False
     num_drafts: int = 0
     """Speculative tokens a decode."""
     graphs: GraphOptions = field(default_factory=GraphOptions)
@@ -149,8 +141,7 @@ class ModelRunner:
         self._planned = _event(self.device)
         model.bind(self._bound_layers())
         if options.compile:
-            in_pieces = plan.dispatcher.mode.needs_pieces
-            model.compile(options.backend, in_pieces=in_pieces, whole=options.compile_whole)
+            model.compile(options.backend, in_pieces=plan.dispatcher.mode.needs_pieces)
             self.warm_up()
         self.graphs = self._make_graphs(plan.dispatcher)
 
@@ -160,9 +151,7 @@ class ModelRunner:
         caches = {f"the cache of {name}": partial(self.kv_caches.get, name) for name in self.kv_caches}
         modules = [m for m in (getattr(self.model, "model", None), self.model) if isinstance(m, nn.Module)]
         long_lived = LongLivedTensors({**caches, **(module_tensors(modules[0]) if modules else {})})
-        return StepGraphs(
-            dispatcher, self.options.graphs, self.device, long_lived, self._graphed_step, self._has_latents
-        )
+        return StepGraphs(dispatcher, self.options.graphs, self.device, long_lived, self._graphed_step)
 
     def padded_tokens(self, shape: BatchShape) -> int:
         """Tokens that a batch of this shape is to be padded to."""
@@ -220,8 +209,7 @@ class ModelRunner:
         if logits is not None:
             return logits
         decode_only = self._has_latents and batch.max_query_len <= 1
-        rows = rows_for(batch, batch.num_tokens)
-        inputs = inputs_of(batch, batch.num_tokens, rows, batch.num_sampled, decode_only)
+        inputs = inputs_of(batch, batch.num_tokens, len(batch.seq_lens), batch.num_sampled, decode_only)
         common = self._builder_input(batch, inputs, batch.num_tokens, batch.max_query_len)
         return self._forward(inputs, self._context(common))
 

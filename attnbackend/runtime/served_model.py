@@ -44,12 +44,11 @@ class ServedModel(Protocol):
         """Gives each layer its cache."""
         ...
 
-    def compile(self, backend: str | None, *, in_pieces: bool = False, whole: bool = False) -> None:
+    def compile(self, backend: str | None, *, in_pieces: bool = False) -> None:
         """Compiles the model, with the named attention backend or the selected one in its graphs.
 
         ``in_pieces`` asks for attention apart from the rest, see `attnbackend.compile`; a step can be
-        captured in pieces without, at the cost of more CUDA graphs. ``whole`` asks for one graph of all
-        layers in place of one a layer.
+        captured in pieces without, at the cost of more CUDA graphs.
         """
         ...
 

@@ -35,7 +35,7 @@ from attnbackend.runtime.graph_debug import checked_replay
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.types import Reason
 
-__all__ = ["GraphOptions", "GraphPlan", "StepGraphs", "StepInputs", "inputs_of", "plan_graphs", "rows_for"]
+__all__ = ["GraphOptions", "GraphPlan", "StepGraphs", "StepInputs", "inputs_of", "plan_graphs"]
 
 
 class StepInputs(NamedTuple):
@@ -53,14 +53,6 @@ class StepInputs(NamedTuple):
             "logits_indices": self.logits_indices,
         }
         return {**own, **self.batch._asdict()}
-
-
-def rows_for(batch: PreparedBatch, num_tokens: int) -> int:
-    """Rows of a step whose attention is in no graph: all there are, so that shapes stay the same.
-
-    One token is one request's. A row more, and compiled code would have a form for that alone.
-    """
-    return 1 if num_tokens == 1 else len(batch.seq_lens)
 
 
 def inputs_of(
@@ -157,17 +149,16 @@ class StepGraphs:
         device: where the model runs.
         long_lived: weights and caches.
         prepare: makes a step of a batch that is padded for a graph ready; True: for its capture.
-        has_decode_form: the model runs decodes otherwise than other batches, see `DecodeTensors`.
     """
 
     def __init__(
         self, dispatcher: CUDAGraphDispatcher, options: GraphOptions, device: torch.device,
-        long_lived: LongLivedTensors, prepare: Prepare, has_decode_form: bool,
+        long_lived: LongLivedTensors, prepare: Prepare,
     ) -> None:  # fmt: skip
         self.dispatcher = dispatcher
         self.steps = GraphedSteps((options.library or CUDAGraphs)(device), long_lived)
         self._lazy, self._debug = options.lazy, options.debug
-        self._prepare, self._has_decode_form = prepare, has_decode_form
+        self._prepare = prepare
         self._inputs: dict[Dispatch, StepInputs] = {}
 
     def padded_tokens(self, shape: BatchShape) -> int:
@@ -207,10 +198,10 @@ class StepGraphs:
         """Views of the batch's persistent tensors, made once for each graph."""
         found = self._inputs.get(key)
         if found is None:
-            tokens, reqs = key.descriptor.num_tokens, key.descriptor.num_reqs
-            reqs = rows_for(batch, tokens) if reqs is None else reqs
+            tokens, most = key.descriptor.num_tokens, len(batch.seq_lens)
+            reqs = most if key.descriptor.num_reqs is None else key.descriptor.num_reqs
             uniform = self.dispatcher.uniform_query_len
-            decode_only = self._has_decode_form and key.descriptor.uniform and uniform == 1
+            decode_only = key.descriptor.uniform and uniform == 1
             found = self._inputs[key] = inputs_of(
                 batch, tokens, reqs, min(tokens, reqs * uniform), decode_only
             )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from attnbackend.testing.conformance import Job, Status, Subject, open_subject, plan_jobs, run_job
+from attnbackend.testing.conformance.latent import LatentSubject
 
 __all__ = ["ConformanceFailure", "ConformanceItem", "ConformancePlugin"]
 
@@ -70,7 +71,9 @@ class ConformancePlugin:
                 except (ValueError, ImportError) as error:
                     raise pytest.UsageError(f"--attn-backend {named}: {error}") from None
 
-    def _items(self, session: pytest.Session, subject: Subject, named: str) -> Iterator[pytest.Item]:
+    def _items(
+        self, session: pytest.Session, subject: Subject | LatentSubject, named: str
+    ) -> Iterator[pytest.Item]:
         option = self._config.getoption
         for job in plan_jobs(subject, named=named, seed=option("attn_seed"), quick=option("attn_quick")):
             name = f"{subject.name}::{job.check.name}::{job.case.id}"

@@ -5,16 +5,18 @@ from __future__ import annotations
 import difflib
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
-from attnbackend.testing.conformance.checks import CHECKS, Check
+from attnbackend.testing.conformance.checks import CHECKS
 from attnbackend.testing.conformance.known_failures import KnownFailure, known_failure
+from attnbackend.testing.conformance.latent import LATENT_CHECKS, LatentCase, LatentCases, LatentSubject
 from attnbackend.testing.conformance.outcome import Outcome, Skipped, Status
 from attnbackend.testing.conformance.report import ConformanceReport
 from attnbackend.testing.conformance.subject import BackendLike, Subject, open_subject
@@ -29,8 +31,9 @@ OnProgress = Callable[[int, int, Outcome], None]
 class Job:
     """One case of one check, ready to run."""
 
-    check: Check
-    case: ConformanceCase
+    check: Any
+    """A `Check` or a `LatentCheck`, whichever the subject is for."""
+    case: ConformanceCase | LatentCase
     named: str
     """The backend as the person named it, for the command that repeats the case."""
     device: str
@@ -93,14 +96,17 @@ def check_backend(
 
 
 def plan_jobs(
-    subject: Subject, *, named: str, seed: int = 0, only: Iterable[str] | None = None, case: str = "*",
-    quick: bool = False,
+    subject: Subject | LatentSubject, *, named: str, seed: int = 0, only: Iterable[str] | None = None,
+    case: str = "*", quick: bool = False,
 ) -> list[Job]:  # fmt: skip
     """All cases of the chosen checks, in order; see `check_backend`."""
-    generate = CaseGenerator(subject.backend, subject.device.type, seed, quick)
+    latent = isinstance(subject, LatentSubject)
+    suite: Mapping[str, Any] = LATENT_CHECKS if latent else CHECKS
+    cases = LatentCases if latent else CaseGenerator
+    generate = cases(subject.backend, subject.device.type, seed, quick)
     jobs = [
         Job(check, found, named, subject.device.type, seed)
-        for check in _chosen(only)
+        for check in _chosen(only, suite)
         for found in check.cases(generate)
         if fnmatchcase(found.id, case)
     ]
@@ -109,7 +115,9 @@ def plan_jobs(
     return jobs
 
 
-def run_job(subject: Subject, job: Job, known: tuple[KnownFailure, ...] | None = None) -> Outcome:
+def run_job(
+    subject: Subject | LatentSubject, job: Job, known: tuple[KnownFailure, ...] | None = None
+) -> Outcome:
     """Runs one case; whatever it raises is a finding."""
     started = time.perf_counter()
     status, message = _judge(subject, job)
@@ -122,7 +130,7 @@ def run_job(subject: Subject, job: Job, known: tuple[KnownFailure, ...] | None =
     )  # fmt: skip
 
 
-def _judge(subject: Subject, job: Job) -> tuple[Status, str]:
+def _judge(subject: Subject | LatentSubject, job: Job) -> tuple[Status, str]:
     torch.manual_seed(job.seed)
     try:
         findings: Sequence[str] = job.check.run(subject, job.case)
@@ -143,14 +151,13 @@ def _with_known(entry: KnownFailure, status: Status, message: str) -> tuple[Stat
     return (Status.KNOWN, entry.reason) if status is Status.FAILED else (status, message)
 
 
-def _chosen(only: Iterable[str] | None) -> Iterator[Check]:
-    names = list(CHECKS) if only is None else list(only)
-    for name in names:
-        if name not in CHECKS:
-            near = difflib.get_close_matches(name, CHECKS, n=2)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"allowed: {', '.join(CHECKS)}"
+def _chosen(only: Iterable[str] | None, suite: Mapping[str, Any]) -> Iterator[Any]:
+    for name in suite if only is None else only:
+        if name not in suite:
+            near = difflib.get_close_matches(name, suite, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"allowed: {', '.join(suite)}"
             raise ValueError(f"unknown check {name!r}; {hint}")
-        yield CHECKS[name]
+        yield suite[name]
 
 
 def _named(backend: BackendLike) -> str:

@@ -33,6 +33,7 @@ from attnbackend.testing.batches import (
 )
 from attnbackend.testing.cases import AttentionCase
 from attnbackend.testing.conformance.cache_shape import cache_permutation
+from attnbackend.testing.conformance.latent.subject import LatentSubject
 
 __all__ = ["BackendLike", "Subject", "open_subject"]
 
@@ -86,7 +87,9 @@ class Subject:
 
 
 @contextmanager
-def open_subject(backend: BackendLike, device: str = "cpu", *, slow: bool = False) -> Iterator[Subject]:
+def open_subject(
+    backend: BackendLike, device: str = "cpu", *, slow: bool = False
+) -> Iterator[Subject | LatentSubject]:
     """The subject of a name, class or path; registrations made for it end with the ``with`` block.
 
     Args:
@@ -103,14 +106,20 @@ def open_subject(backend: BackendLike, device: str = "cpu", *, slow: bool = Fals
         name = _registered(backend)
         cls = resolve_backend(name)
         _require_checkable(cls, device)
-        own_writer, forward = backend_op(name, KV_CACHE_UPDATE), backend_op(name, ATTENTION)
-        assert forward is not None, "resolving a dense backend generates its op"
-        subject = Subject(
-            backend=cls, device=torch.device(device), forward=forward, write=own_writer or kv_cache_update,
-            permutation=cache_permutation(cls), slow=slow,
-        )  # fmt: skip
+        where = torch.device(device)
+        subject = LatentSubject.of(cls, where) if cls.is_mla else _dense_subject(cls, where, slow)
         with set_config(backend=name), torch.no_grad():
             yield subject
+
+
+def _dense_subject(cls: type[AttentionBackend], device: torch.device, slow: bool) -> Subject:
+    name = cls.get_name()
+    own_writer, forward = backend_op(name, KV_CACHE_UPDATE), backend_op(name, ATTENTION)
+    assert forward is not None, "resolving a dense backend generates its op"
+    return Subject(
+        backend=cls, device=device, forward=forward, write=own_writer or kv_cache_update,
+        permutation=cache_permutation(cls), slow=slow,
+    )  # fmt: skip
 
 
 def _registered(backend: BackendLike) -> str:
@@ -141,8 +150,8 @@ def _import_backend(path: str) -> Any:
 
 def _require_checkable(cls: type[AttentionBackend], device: str) -> None:
     name = cls.get_name()
-    if cls.is_mla or cls.is_ssm:
-        raise ValueError(f"{name} is not dense attention, which is what these checks are about")
+    if cls.is_ssm:
+        raise ValueError(f"{name} is a state-space backend; these checks are about attention")
     if device not in cls.supported_device_types:
         allowed = ", ".join(cls.supported_device_types) or "none"
         raise ValueError(f"{name} does not claim device_type={device!r}; claimed: {allowed}")

@@ -1,0 +1,20 @@
+"""The kit for backends of latent attention: claims, cases and reports as elsewhere, on the latent ops."""
+
+from __future__ import annotations
+
+from attnbackend.testing.conformance.latent.base import LatentCheck
+from attnbackend.testing.conformance.latent.case import LatentCase
+from attnbackend.testing.conformance.latent.cases import LatentCases
+from attnbackend.testing.conformance.latent.contract import Plan, Refusal
+from attnbackend.testing.conformance.latent.memory import CacheWrites, Compiled, OpCheck, Padding, StateAudit
+from attnbackend.testing.conformance.latent.numerics import Mixed, OnLatents, OwnKeys
+from attnbackend.testing.conformance.latent.subject import LatentSubject
+
+__all__ = ["LATENT_CHECKS", "LatentCase", "LatentCases", "LatentCheck", "LatentSubject"]
+
+_ALL = (
+    Refusal(), CacheWrites(), OnLatents(), OwnKeys(), Mixed(), Padding(), Plan(), StateAudit(), OpCheck(),
+    Compiled(),
+)  # fmt: skip
+LATENT_CHECKS: dict[str, LatentCheck] = {check.name: check for check in _ALL}
+"""By name, in the order in which they run."""

@@ -1,0 +1,315 @@
+"""Broken backends of latent attention: each must be rejected by the check that is named in its data.
+
+Shape legend: T tokens, N queries of one request, J its keys, S keys of all, H heads, L kv_lora_rank,
+R qk_rope_head_dim, P qk_nope_head_dim, D = P + R, V v_head_dim.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnbackend.backend import AttentionBackend
+from attnbackend.backends.mla.torch_mla import (
+    TorchMLABackend,
+    TorchMLAImpl,
+    TorchMLAMetadataBuilder,
+    TorchMLASparseBackend,
+    TorchMLASparseImpl,
+)
+from attnbackend.impl import MLATensors
+from attnbackend.metadata import CommonAttentionMetadata
+from attnbackend.mla_metadata import MLAMetadata, MLAPrefillMetadata
+from attnbackend.ops import mla_mixed
+from attnbackend.types import LSEBase
+
+__all__ = ["LATENT_MUTANTS", "LatentMutant"]
+
+
+@dataclass(frozen=True)
+class LatentMutant:
+    """`TORCH_MLA` with one fault."""
+
+    name: str
+    fault: str
+    caught_by: str
+    """Name of the check that must reject it, whatever other checks do."""
+    impl: type[Any] = TorchMLAImpl
+    builder: type[Any] = TorchMLAMetadataBuilder
+    claims: dict[str, Any] = field(default_factory=dict, hash=False)
+    base: type[AttentionBackend] = TorchMLABackend
+    patch: tuple[str, Callable[..., Any]] | None = None
+    """A function of the step around the backend, by its name in `attnbackend.ops.mla_mixed`, gone wrong."""
+
+    def backend(self) -> type[AttentionBackend]:
+        """The class, not registered."""
+        own = {"get_impl_cls": staticmethod(lambda: self.impl)}
+        if self.base is TorchMLABackend:
+            own["get_builder_cls"] = staticmethod(lambda: self.builder)
+        body = {
+            "get_name": staticmethod(lambda: f"LATENT_MUTANT_{self.name.upper()}"),
+            **own, **self.claims, "__module__": __name__, "__doc__": self.fault,
+        }  # fmt: skip
+        return types.new_class(f"Mutant_{self.name}", (self.base,), {}, lambda ns: ns.update(body))
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The fault that lies outside of the class is there inside the ``with`` block."""
+        if self.patch is None:
+            yield
+            return
+        name, wrong = self.patch
+        with mock.patch.object(mla_mixed, name, wrong):
+            yield
+
+
+class _RopeMissing(TorchMLAImpl):
+    def _attend(
+        self, q_NHL: Tensor, q_NHR: Tensor, kv_c_JL: Tensor, k_pe_JR: Tensor, visible_NJ: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return super()._attend(q_NHL, torch.zeros_like(q_NHR), kv_c_JL, k_pe_JR, visible_NJ)
+
+
+class _RopeMissingInPrompts(TorchMLAImpl):
+    def forward_mha(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: MLAPrefillMetadata, output: Tensor,
+        lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        half = query.clone()
+        half[..., -16:] = 0
+        super().forward_mha(half, key, value, attn_metadata, output, lse)
+
+
+class _ScaleOff(TorchMLAImpl):
+    def __init__(self, params: Any) -> None:
+        super().__init__(replace(params, scale=params.scale * 1.01))
+
+
+class _NewestKeyMissing(TorchMLAImpl):
+    def _attend(
+        self, q_NHL: Tensor, q_NHR: Tensor, kv_c_JL: Tensor, k_pe_JR: Tensor, visible_NJ: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        newest_N1 = visible_NJ.sum(1, keepdim=True) - 1
+        keys_J = torch.arange(visible_NJ.shape[1], device=visible_NJ.device)
+        hidden_NJ = (keys_J == newest_N1) & (newest_N1 > 0)
+        return super()._attend(q_NHL, q_NHR, kv_c_JL, k_pe_JR, visible_NJ & ~hidden_NJ)
+
+
+class _StalePage(TorchMLAImpl):
+    def _slots(self, table: Tensor, seq_len: int) -> Tensor:
+        """The page of the newest key is that before it."""
+        last = (seq_len - 1) // self.params.block_size
+        if last < 1:
+            return super()._slots(table, seq_len)
+        wrong = table.clone()
+        wrong[last] = table[last - 1]
+        return super()._slots(wrong, seq_len)
+
+
+class _ScaleIgnored(TorchMLAImpl):
+    def gather_latents(
+        self, kv_cache: Tensor, slots: Tensor, k_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return super().gather_latents(kv_cache, slots, None)
+
+
+class _LatentAlsoScalesRope(TorchMLAImpl):
+    def gather_latents(
+        self, kv_cache: Tensor, slots: Tensor, k_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        kv_c, k_pe = super().gather_latents(kv_cache, slots, k_scale)
+        return kv_c, k_pe * 0.5 if self.params.kv_cache_dtype == "fp8_ds_mla" else k_pe
+
+
+class _BaseTwoForgotten(TorchMLAImpl):
+    def forward_mqa(
+        self, query_latent: Tensor, query_rope: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor,
+        tensors: MLATensors,
+    ) -> None:  # fmt: skip
+        super().forward_mqa(query_latent, query_rope, kv_cache, attn_metadata, output, tensors)
+        if tensors.lse is not None:
+            tensors.lse.div_(0.6931471805599453)
+
+
+class _PromptLSEInBaseTwo(TorchMLAImpl):
+    def forward_mha(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: MLAPrefillMetadata, output: Tensor,
+        lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        super().forward_mha(query, key, value, attn_metadata, output, lse)
+        if lse is not None:
+            lse.div_(0.6931471805599453)
+
+
+class _PaddingLeaked(TorchMLAImpl):
+    def forward_mha(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: MLAPrefillMetadata, output: Tensor,
+        lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Values are padded to the keys' width, and the output is cut at the wrong end."""
+        width = value.shape[-1]
+        padded = F.pad(value, (0, query.shape[-1] - width))
+        wide = torch.empty(query.shape, dtype=output.dtype, device=output.device)
+        super().forward_mha(query, key, padded, attn_metadata, wide, lse)
+        output.copy_(wide[..., -width:])
+
+
+class _ChunksCausal(TorchMLAImpl):
+    def forward_mha(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: MLAPrefillMetadata, output: Tensor,
+        lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        causal = replace(attn_metadata, causal=True)
+        super().forward_mha(query, key, value, causal, output, lse)
+
+
+class _PaddingNotZeroed(TorchMLAImpl):
+    def forward_mqa(
+        self, query_latent: Tensor, query_rope: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor,
+        tensors: MLATensors,
+    ) -> None:  # fmt: skip
+        super().forward_mqa(query_latent, query_rope, kv_cache, attn_metadata, output, tensors)
+        output[attn_metadata.num_tokens :] = 1
+
+
+class _RowSwapped(TorchMLAImpl):
+    def mla_kv_cache_update(
+        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor | None
+    ) -> None:
+        """The rotated key before the latent."""
+        row = torch.cat([k_pe, kv_c], -1)
+        sizes = (kv_c.shape[-1], k_pe.shape[-1])
+        super().mla_kv_cache_update(*row.split(sizes, -1), kv_cache, slot_mapping, k_scale)  # type: ignore[call-arg]
+
+
+class _WritesPadding(TorchMLAImpl):
+    def mla_kv_cache_update(
+        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor | None
+    ) -> None:
+        super().mla_kv_cache_update(kv_c, k_pe, kv_cache, slot_mapping.clamp(min=0), k_scale)
+
+
+class _ReadsWriteACache(TorchMLAImpl):
+    def forward_mqa(
+        self, query_latent: Tensor, query_rope: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor,
+        tensors: MLATensors,
+    ) -> None:  # fmt: skip
+        super().forward_mqa(query_latent, query_rope, kv_cache, attn_metadata, output, tensors)
+        kv_cache[0, 0, 0] = 1
+
+
+class _SelectionIgnored(TorchMLASparseImpl):
+    def forward_mqa(
+        self, query_latent: Tensor, query_rope: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor,
+        tensors: MLATensors,
+    ) -> None:  # fmt: skip
+        every = tensors._replace(topk_indices=None)
+        super().forward_mqa(query_latent, query_rope, kv_cache, attn_metadata, output, every)
+
+
+class _ChunkTwice(TorchMLAMetadataBuilder):
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MLAMetadata:  # fmt: skip
+        plan = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if plan.prefill is None or not plan.prefill.chunks:
+            return plan
+        chunks = (*plan.prefill.chunks, plan.prefill.chunks[-1])
+        return replace(plan, prefill=replace(plan.prefill, chunks=chunks))
+
+
+class _LastChunkMissing(TorchMLAMetadataBuilder):
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MLAMetadata:  # fmt: skip
+        plan = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if plan.prefill is None:
+            return plan
+        return replace(plan, prefill=replace(plan.prefill, chunks=plan.prefill.chunks[:-1]))
+
+
+class _FirstPlanKept(TorchMLAMetadataBuilder):
+    def build_decode(self, common: CommonAttentionMetadata) -> Any:
+        plan = super().build_decode(common)
+        if self.limits is None:
+            return plan
+        self._kept = getattr(self, "_kept", plan)
+        return self._kept
+
+
+def _transposed(query_nope_THP: Tensor, kv_b_weight: Tensor) -> Tensor:
+    """W_UK of each head read as if it lay [L, P] in memory."""
+    heads, _, rank = kv_b_weight.shape
+    nope = query_nope_THP.shape[-1]
+    w_HPL = kv_b_weight[:, :nope].reshape(heads, rank, nope).transpose(1, 2)
+    return torch.bmm(query_nope_THP.transpose(0, 1), w_HPL).transpose(0, 1)
+
+
+def _values_of_keys(latent_THL: Tensor, kv_b_weight: Tensor, v_head_dim: int) -> Tensor:
+    """W_UK's rows in the place of W_UV's."""
+    w_HVL = kv_b_weight[:, :v_head_dim]
+    return torch.bmm(latent_THL.transpose(0, 1), w_HVL.transpose(1, 2)).transpose(0, 1)
+
+
+def _sum_of_outputs(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Partial results averaged, whatever their weights."""
+    return (out_a + out_b) / 2, torch.logaddexp(lse_a, lse_b)
+
+
+_ALL = (
+    LatentMutant("rope_missing", "scores of decodes lack the rotated part", "mqa", _RopeMissing),
+    LatentMutant("rope_missing_in_prompts", "so do those of prompts", "mha", _RopeMissingInPrompts),
+    LatentMutant("scale_off_by_one_percent", "the logits' factor is 1% off", "mqa", _ScaleOff),
+    LatentMutant("newest_key_missing", "a token does not see itself", "mqa", _NewestKeyMissing),
+    LatentMutant("stale_page", "the newest key's page is that before it", "mqa", _StalePage),
+    LatentMutant("k_scale_ignored", "float8 rows are read without their scale", "mqa", _ScaleIgnored),
+    LatentMutant(
+        "packed_rope_scaled", "the rotated key of a packed row is scaled too", "mqa", _LatentAlsoScalesRope
+    ),
+    LatentMutant("lse_in_base_two", "the LSE is in base 2, claimed natural", "mqa", _BaseTwoForgotten),
+    LatentMutant(
+        "lse_base_claimed_wrongly", "the LSE is natural, claimed in base 2", "mqa",
+        claims={"lse_base": LSEBase.TWO},
+    ),
+    LatentMutant(
+        "prompt_lse_in_base_two", "the LSE of prompts is in base 2", "mixed", _PromptLSEInBaseTwo
+    ),
+    LatentMutant("v_padding_leaked", "the columns that pad values reach the output", "mha", _PaddingLeaked),
+    LatentMutant("context_causal", "a context chunk is attended to causally", "mixed", _ChunksCausal),
+    LatentMutant("chunk_merged_twice", "the last context chunk counts twice", "mixed", builder=_ChunkTwice),
+    LatentMutant("chunk_missing", "the last context chunk is left out", "mixed", builder=_LastChunkMissing),
+    LatentMutant(
+        "absorb_transposed", "W_UK is read as its transpose lies", "mixed", patch=("absorb", _transposed)
+    ),
+    LatentMutant(
+        "values_of_keys", "values are projected with W_UK's rows", "mixed",
+        patch=("up_project", _values_of_keys),
+    ),
+    LatentMutant(
+        "merged_without_weights", "partial results are averaged", "mixed",
+        patch=("merge_attn_states", _sum_of_outputs),
+    ),
+    LatentMutant("padding_not_zeroed", "tokens behind the last request are 1", "padding", _PaddingNotZeroed),
+    LatentMutant("row_swapped", "the rotated key is written before the latent", "cache_writes", _RowSwapped),
+    LatentMutant("writes_padding", "slot -1 writes to slot 0", "cache_writes", _WritesPadding),
+    LatentMutant("reads_write_a_cache", "reading changes the cache", "state_audit", _ReadsWriteACache),
+    LatentMutant("first_plan_kept", "the first plan serves every step", "plan", builder=_FirstPlanKept),
+    LatentMutant(
+        "claims_windows", "a window is claimed, and ignored", "refusal",
+        claims={"supports_sliding_window": True},
+    ),
+    LatentMutant(
+        "selection_ignored", "all keys are seen, not the selected ones", "mqa", _SelectionIgnored,
+        base=TorchMLASparseBackend,
+    ),
+)  # fmt: skip
+LATENT_MUTANTS: dict[str, LatentMutant] = {m.name: m for m in _ALL}
+"""By name."""

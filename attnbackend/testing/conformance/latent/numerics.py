@@ -1,0 +1,126 @@
+"""Both forms of latent attention against float64.
+
+Shape legend: T tokens, S keys, H heads, D head size of query and key, V that of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from attnbackend.config import set_config
+from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED
+from attnbackend.testing.conformance.latent.base import LatentCheck
+from attnbackend.testing.conformance.latent.case import LatentCase
+from attnbackend.testing.conformance.latent.cases import LatentCases
+from attnbackend.testing.conformance.latent.subject import LatentSubject
+from attnbackend.testing.mla_cases import MLACase
+from attnbackend.testing.mla_judgement import assert_mixed_within_rule, assert_mqa_within_rule
+from attnbackend.testing.reference_mla import plain_torch_mla, reference_mla
+from attnbackend.testing.tolerance import assert_within_rule
+
+__all__ = ["Mixed", "OnLatents", "OwnKeys"]
+
+
+class OnLatents(LatentCheck):
+    name = "mqa"
+    proves = (
+        "Absorbed queries on the latent cache: output and LSE within twice plain PyTorch's error of float64."
+    )
+
+    def cases(self, generate: LatentCases) -> Iterator[LatentCase]:
+        yield from generate.pairs()
+
+    def run(self, subject: LatentSubject, case: LatentCase) -> Sequence[str]:
+        batch = subject.batch(case.mla)
+        subject.run_mqa(batch)
+        assert_mqa_within_rule(batch)
+        return ()
+
+
+class Mixed(LatentCheck):
+    name = "mixed"
+    proves = (
+        "Whole steps, decodes beside prompts, with contexts in one chunk and in many that are merged by LSE."
+    )
+
+    def cases(self, generate: LatentCases) -> Iterator[LatentCase]:
+        if generate.backend.is_sparse:
+            return
+        for case in generate.pairs():
+            if not case.id.startswith(("no_lse", "another_scale")):
+                yield case
+
+    def run(self, subject: LatentSubject, case: LatentCase) -> Sequence[str]:
+        batch = subject.batch(case.mla)
+        for tokens in (16, 1 << 15):
+            batch.poison_outputs()
+            with set_config(mla_context_tokens=tokens):
+                subject.run_mixed(batch)
+            assert_mixed_within_rule(batch)
+        return ()
+
+
+_QUERIES, _KEYS = (3, 0, 5, 4, 40), (7, 2, 0, 2, 40)
+"""Sequences without queries, without keys, with fewer keys than queries, and a longer one."""
+_PADDING = 2
+
+
+class OwnKeys(LatentCheck):
+    name = "mha"
+    proves = (
+        "Sequences with keys and values of their own, causal and not: output and natural-log LSE as above."
+    )
+
+    def cases(self, generate: LatentCases) -> Iterator[LatentCase]:
+        if generate.backend.is_sparse:
+            return
+        for feature in ("plain", "wide_values", "full_size", "strided_tensors", "heads_of_20", "no_lse"):
+            yield from generate.case(feature, DECODE)
+        for name in generate.features:
+            if name.startswith("dtype_"):
+                yield from generate.case(name, MIXED)
+
+    def run(self, subject: LatentSubject, case: LatentCase) -> Sequence[str]:
+        for causal in (True, False):
+            _run_sequences(subject, case.mla, causal)
+        return ()
+
+
+def _run_sequences(subject: LatentSubject, case: MLACase, causal: bool) -> None:
+    query, key, value, starts_q, starts_k = _sequences(case)
+    moved = [x.to(subject.device) for x in (query, key, value)]
+    output = torch.full(
+        (*query.shape[:2], case.v_head_dim), torch.nan, dtype=case.dtype, device=subject.device
+    )
+    lse = torch.full(query.shape[:2], torch.nan, device=subject.device) if case.lse else None
+    if case.strided_tensors:
+        moved[2] = torch.cat([moved[2], moved[2]], -1)[..., case.v_head_dim :]
+    starts = (starts_q.to(subject.device), starts_k.to(subject.device))
+    assert subject.mha is not None
+    subject.mha(*moved, output, *starts, scale=case.softmax_scale, lse=lse, causal=causal)
+    exact, plain = (
+        attend.mha(query, key, value, starts_q, starts_k, scale=case.softmax_scale, causal=causal)
+        for attend in (reference_mla, plain_torch_mla)
+    )
+    assert_within_rule(output, exact[0], plain[0], what=f"output, causal={causal}")
+    if lse is not None:
+        assert_within_rule(lse, exact[1], plain[1], what=f"LSE, causal={causal}")
+
+
+def _sequences(case: MLACase) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def normal(rows: int, size: int) -> Tensor:
+        return torch.randn(rows, case.num_heads, size, generator=generator).to(case.dtype)
+
+    starts_q, starts_k = (
+        torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32) for lengths in (_QUERIES, _KEYS)
+    )
+    tokens, keys = sum(_QUERIES) + _PADDING, sum(_KEYS)
+    return (
+        normal(tokens, case.qk_head_dim), normal(keys, case.qk_head_dim), normal(keys, case.v_head_dim),
+        starts_q, starts_k,
+    )  # fmt: skip
