@@ -268,7 +268,7 @@ def _leaks(engine: EngineCore, result: SoakResult, run: _Soak, captured: int) ->
 
 def _num_graphs(engine: EngineCore) -> int:
     graphs = getattr(engine.runner, "graphs", None)
-    return 0 if graphs is None else len(graphs.steps.costs)
+    return 0 if graphs is None else len(graphs.steps.report.costs)
 
 
 def _bytes_in_use() -> int:

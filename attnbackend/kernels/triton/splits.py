@@ -23,8 +23,11 @@ def decode_num_splits(num_programs: int, max_keys: int, num_slots: int) -> int:
     """Splits that fill the device in one wave.
 
     `num_programs` = rows * kv heads (* pieces of a group): what runs without splitting; `max_keys` =
-    table width * block size; `num_slots` = programs that the device runs at once.
+    table width * block size; `num_slots` = programs that the device runs at once. Two splits of the
+    fewest keys are not worth a second kernel to merge them.
     """
+    if max_keys <= 2 * MIN_SPLIT_KEYS:
+        return 1
     wanted = num_slots // max(1, num_programs)
     return max(1, min(wanted, max_keys // MIN_SPLIT_KEYS, MAX_SPLITS))
 
