@@ -11,6 +11,7 @@ import pytest
 from attnbackend import resolve_backend
 from attnbackend.testing.conformance import CHECKS, check_backend
 from attnbackend.testing.conformance.cases import CaseGenerator
+from attnbackend.testing.conformance.latent import LATENT_CHECKS, LatentCases
 from attnbackend.testing.conformance.mutants import MUTANTS
 from attnbackend.testing.conformance.page import report_section, write_section
 
@@ -66,9 +67,10 @@ def test_the_page_shows_the_cases_of_today_s_claims(name: str, device: str, text
     backend = resolve_backend(name)
     if name in LIBRARIES and (missing := backend.unavailable_reason(device)):
         pytest.skip(f"the claims of {name} are those of its library: {missing}")
-    generate = CaseGenerator(backend, device, quick="--quick" in text)
+    suite, cases = (LATENT_CHECKS, LatentCases) if backend.is_mla else (CHECKS, CaseGenerator)
+    generate = cases(backend, device, quick="--quick" in text)
     planned = Counter(
-        (case.feature, check.name) for check in CHECKS.values() for case in check.cases(generate)
+        (case.feature, check.name) for check in suite.values() for case in check.cases(generate)
     )
     assert shown == planned, f"claims or cases changed: run the command of {name} on {device} in {PAGE.name}"
     assert "Does not conform" not in text

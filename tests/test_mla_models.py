@@ -104,6 +104,7 @@ def test_compiled_models_give_the_same_logits(
     assert "attnbackend::torch_mla_forward_mixed" in text
 
 
+@pytest.mark.slow
 def test_a_model_compiled_by_inductor_gives_the_same_tokens(fresh_compiler: None) -> None:
     model = make_latent_model("deepseek_v3", num_hidden_layers=1)
     wanted = greedy_tokens(model, prompt(20, 1), 8)
