@@ -29,8 +29,8 @@ def split_at_attention(graph_module: GraphModule) -> SplitGraph | str:
 
     Args:
         graph_module: with "example_value" in its nodes' meta, as Dynamo leaves it. It is made ready in place,
-            without a change of meaning: sizes become numbers, allocations move to before the calls that they
-            are for.
+            without a change of meaning: sizes and floats become numbers, allocations move to before the calls
+            that they are for.
 
     Returns:
         The parts, or why the graph is to be left whole.
@@ -40,7 +40,8 @@ def split_at_attention(graph_module: GraphModule) -> SplitGraph | str:
     if not calls:
         return "there is no attention in the graph"
     _spell_out_sizes(graph)
-    _one_scalar_a_user(graph)
+    if reason := _write_out_floats(graph):
+        return reason
     part_of = _assign(graph, calls)
     reason = _open_region(graph, part_of) or _written_alias(graph, part_of)
     return build_parts(graph_module, part_of) if reason is None else reason
@@ -94,19 +95,19 @@ def _is_constant_item(node: Node) -> bool:
     return all(edge is None or isinstance(edge, int) for edge in edges)
 
 
-def _one_scalar_a_user(graph: Graph) -> None:
-    """Numbers that come as tensors on the CPU are read where they are used: parts do not return floats."""
+def _write_out_floats(graph: Graph) -> str | None:
+    """Floats that come from outside, such as an epsilon, as numbers: compiled code is guarded on them.
+
+    As values of the graph they would go from part to part, which no part can return.
+    """
     for node in list(graph.nodes):
-        if _is_scalar(node):
-            for user in list(node.users):
-                with graph.inserting_before(user):
-                    own = graph.node_copy(node)
-                user.replace_input_with(node, own)
-            graph.erase_node(node)
-
-
-def _is_scalar(node: Node) -> bool:
-    return node.op == "call_method" and node.target == "item" and node.all_input_nodes[0].op == "placeholder"
+        value = node.meta.get("example_value")
+        if node.op != "placeholder" and isinstance(value, torch.SymFloat):
+            try:
+                _replace(graph, node, float(value))
+            except RuntimeError:  # No value is known while tracing: it is read from a tensor on the device.
+                return f"{node.name} is a number that is known only when the graph runs"
+    return None
 
 
 def _assign(graph: Graph, calls: set[Node]) -> PartOf:
@@ -122,10 +123,9 @@ def _assign(graph: Graph, calls: set[Node]) -> PartOf:
             first_call.prepend(node)
             part_of[node] = part - 1
             continue
-        elif not _is_scalar(node):
+        else:
             part += part % 2
         part_of[node] = part
-    part_of.update({node: part_of.get(next(iter(node.users)), 0) for node in part_of if _is_scalar(node)})
     return part_of
 
 
