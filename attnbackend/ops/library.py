@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,20 @@ def define_op(
 
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _ignore_autocast(name, op)
     _ROLES[op] = role
     return op
+
+
+def _ignore_autocast(name: str, op: torch._ops.OpOverload) -> None:
+    """An op computes in the types of its arguments: autocast of the caller would reach into its kernels."""
+
+    def without(device_type: str, *args: Any, **kwargs: Any) -> None:
+        with torch.autocast(device_type, enabled=False):
+            op(*args, **kwargs)
+
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        _LIBRARY.impl(name, partial(without, device_type), key)
 
 
 def role_of(op: torch._ops.OpOverload) -> OpRole | None:

@@ -66,9 +66,21 @@ def _other_ways(
             subject.run_forward(batch, **buffers.arguments, group=GROUP, **changes)
 
     yield "planned, without an LSE", None, partial(planned, lse=None)
+    yield "under the caller's settings of torch", batch.lse, partial(_in_other_settings, subject, batch)
     if batch.lse is not None:
         yield "planned, with an LSE", batch.lse, planned
         yield "without an LSE", None, partial(subject.run_forward, batch, lse=None)
+
+
+def _in_other_settings(subject: Subject, batch: PagedBatch) -> None:
+    """As of models that are loaded in half precision and run under autocast."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.inference_mode(), torch.autocast(subject.device.type, dtype=torch.bfloat16):
+            subject.run_forward(batch)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _hold(judge: AttentionJudge, output: Tensor, lse: Tensor | None) -> None:

@@ -96,6 +96,12 @@ class RoughExponential(HonestImpl):
         return super().weigh(p_THL * (1 + 2.0**-12 * torch.sin(1e4 * p_THL)), v_TLKD, visible_TL)
 
 
+class SumsInDefaultDtype(HonestImpl):
+    def weigh(self, p_THL: Tensor, v_TLKD: Tensor, visible_TL: Tensor) -> Tensor:
+        out_THD = super().weigh(p_THL, v_TLKD, visible_TL)
+        return torch.zeros(out_THD.shape, device=out_THD.device).copy_(out_THD).float()
+
+
 class InfinityToNaN(HonestImpl):
     def quantize(self, x_TKD: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         if dtype.itemsize > 1:
@@ -196,6 +202,10 @@ ASSUMPTION_MUTANTS = (
     Mutant("tail_of_one_tile", "64 padding tokens are written, not all", "padding", TailOfOneTile),
     Mutant("drops_light_keys", "keys of little weight are skipped", "numerics", DropsLightKeys),
     Mutant("rough_exponential", "the exponential is off by 2**-12", "numerics", RoughExponential),
+    Mutant(
+        "sums_in_default_dtype", "results pass through torch's default dtype", "numerics", SumsInDefaultDtype,
+        shown_by="plain-*",
+    ),
     Mutant("infinity_to_nan", "infinity is stored as NaN", "cache_writes", InfinityToNaN),
     Mutant(
         "bound_of_the_first_step", "keys beyond the first step's longest request are not read", "plan",
