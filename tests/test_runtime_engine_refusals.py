@@ -176,7 +176,7 @@ def test_engine_passes_every_option_to_the_runner_builder(monkeypatch: pytest.Mo
     graphs = {"cudagraph_mode": "none", "cudagraph_capture_sizes": [1, 2], "cudagraph_lazy_capture": True}
     engine = Engine(model, ByteTokenizer(), **options, **graphs)  # type: ignore[arg-type]
     assert seen.pop("graphs") == GraphOptions(mode=CUDAGraphMode.NONE, sizes=[1, 2], lazy=True)
-    assert seen == {"model": model, **options}
+    assert seen == {"model": model, "num_drafts": 0, **options}
     assert engine.eos_token_ids == {7, 8, 256}
     assert engine.scheduler.max_num_seqs == 3
     assert engine.scheduler.max_num_batched_tokens == 20

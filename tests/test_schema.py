@@ -8,7 +8,9 @@ from op_cases import DENSE_BACKENDS
 
 from attnbackend import resolve_backend
 from attnbackend.ops import AttentionCall, backend_op_names
+from attnbackend.ops.agnostic import attention, kv_cache_update
 from attnbackend.ops.calls import schema_of
+from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, role_of
 
 
 def test_the_schema_of_attention_is_pinned() -> None:
@@ -65,11 +67,13 @@ attnbackend::kv_cache_update(Tensor key,
 def test_every_backend_shares_the_schema_of_its_role() -> None:
     for name in DENSE_BACKENDS:
         resolve_backend(name)
-    for op in (name for name in backend_op_names() if "_mla_" not in name):
-        role = "kv_cache_update" if op.endswith("_kv_cache_update") else "attention"
-        agnostic = getattr(torch.ops.attnbackend, role).default._schema
-        own = getattr(torch.ops.attnbackend, op).default._schema
-        assert str(own).partition("(")[2] == str(agnostic).partition("(")[2], op
+    agnostic = {ATTENTION: attention, KV_CACHE_UPDATE: kv_cache_update}
+    ops = [getattr(torch.ops.attnbackend, name).default for name in backend_op_names()]
+    dense = [(op, role) for op in ops if (role := role_of(op)) in agnostic]
+    assert len(dense) > len(DENSE_BACKENDS)
+    for op, role in dense:
+        own, shared = (str(x._schema).partition("(")[2] for x in (op, agnostic[role]))
+        assert own == shared, op
 
 
 def test_the_ops_of_the_built_in_backends_are_named_after_them() -> None:

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from attnbackend.kernels.triton import paged_attention, paged_decode_attention
-from attnbackend.kernels.triton.config import TileConfig, decode_tiles
-from attnbackend.kernels.triton.splits import decode_shape
-from tests.test_triton_kernel import (  # noqa: F401 (pytestmark)
+from test_triton_kernel import (  # noqa: F401 (pytestmark)
     BF16,
     CUDA,
     FEATURES,
@@ -27,6 +23,10 @@ from tests.test_triton_kernel import (  # noqa: F401 (pytestmark)
     pytestmark,
     run,
 )
+
+from attnbackend.kernels.triton import paged_attention, paged_decode_attention
+from attnbackend.kernels.triton.config import TileConfig, decode_tiles
+from attnbackend.kernels.triton.splits import decode_shape
 
 NEW_AND_OLD = [(70, 70), (40, 52), (0, 0), (33, 33)]
 TILES = [None, TileConfig(16, 16, 4, 2)]
