@@ -89,6 +89,7 @@ def test_quantisation_that_the_op_does_itself(step: Step, backend: str | None) -
     assert same == 1.0 if step is not reciprocal else same > 0.98, (
         "a product rounds otherwise than a quotient"
     )
+    # The few that differ do so by one step of the format: 1/8 of a value in e4m3.
     torch.testing.assert_close(actual.float(), expected.float(), rtol=0.14, atol=0.02)
     assert bool((expected.float().abs() == torch.finfo(expected.dtype).max).any()) == (expected.dtype == E4M3)
     assert "clamp" not in text

@@ -98,8 +98,8 @@ def _narrow_tile(width: int, group: int, kind: Kind, float8_keys: bool) -> TileC
 def decode_tiles(dtype: torch.dtype, head_size: int, group: int, float8_keys: bool) -> tuple[TileConfig, ...]:
     """Tiles that decode may choose of, by how many programs there are: see `decode_shape`.
 
-    Measured on an H200 they differ little where each fills the device in one wave of programs, and by up
-    to 30% where one of them does not. Steps of float8 keys are half as many bytes: one tile is both.
+    A device that the programs of one tile fill in a single wave may need two of the other, the second
+    half empty. Steps of float8 keys are half as many bytes: one tile is both.
     """
     wide = tile_config(dtype, head_size, group, "decode")
     if dtype == torch.float32:
