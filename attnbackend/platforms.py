@@ -3,8 +3,8 @@
 The orders for CUDA, ROCm and XPU are those of vLLM 0.25.1's platforms, with torch's own backends,
 which run anywhere, at the end of each, and one change: on Hopper, FlashAttention 3 reads prompts faster
 than the project's Triton kernels, and these decode faster on the whole (not at each point:
-docs/attention-h200.md), so the two go first together. The order for CPUs is the project's own, the fastest first
-(docs/flex-attention.md has figures).
+docs/attention-h200.md), so the two go first together. The order for CPUs is the project's own, the fastest
+first (docs/flex-attention.md has figures).
 """
 
 from __future__ import annotations
