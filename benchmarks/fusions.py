@@ -44,13 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--backend", help="default: the automatic choice")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step of each side")
     parser.add_argument("--output", type=Path, help="default: print only")
     options = parser.parse_args(arguments)
     result: dict[str, Any] = {}
     for name in options.model or _MODELS:
         engines = {side: _engine(name, *what, options) for side, what in _SIDES.items()}
         for batch in options.batch:
-            result[f"{name}, batch {batch}"] = found = _measure(engines, batch, options.layers)
+            result[f"{name}, batch {batch}"] = found = _measure(engines, batch, options)
             print(f"{name}, batch {batch}: {json.dumps(found)}", flush=True)
         del engines
     if options.output:
@@ -83,18 +84,21 @@ def _engine(name: str, merges: bool, passes: Sequence[GraphPass], options: Any) 
     return engine
 
 
-def _measure(engines: dict[str, Engine], batch: int, layers: int) -> dict[str, float]:
+def _measure(engines: dict[str, Engine], batch: int, options: Any) -> dict[str, float]:
     """Microseconds a layer (the step's by the number of layers), and gains in percent of the step."""
     replays = {side: _replay_of(engine, batch) for side, engine in engines.items()}
     times: dict[str, list[float]] = {side: [] for side in replays}
     for _ in range(_ROUNDS):
         for side, replay in replays.items():
             times[side].append(_timed(replay))
-    medians = {side: 1e3 * median(found) / layers for side, found in times.items()}
+    medians = {side: 1e3 * median(found) / options.layers for side, found in times.items()}
     sides, found = list(medians), {side: round(us, 2) for side, us in medians.items()}
     for before, after in pairwise(sides):
         gain = median(1 - a / b for a, b in zip(times[after], times[before], strict=True))
         found[f"% less by {after.split(', ')[-1]}"] = round(100 * gain, 2)
+    if options.profile:
+        for side, replay in replays.items():
+            _print_kernels(f"{side}, batch {batch}", replay)
     for engine in engines.values():
         for request in list(engine._progress):
             engine.abort(request)
@@ -112,8 +116,17 @@ def _replay_of(engine: Engine, batch: int) -> Callable[[], None]:
     for _ in range(3):
         engine.step()
     graphs = engine.runner.graphs  # type: ignore[attr-defined]
-    key = [key for key in graphs.steps.num_replays if key.descriptor.num_tokens == batch][-1]
+    key = [key for key in graphs.steps.num_replays if key.descriptor == (batch, batch, True)][-1]
     return graphs.steps._captured[key].graph.replay
+
+
+def _print_kernels(title: str, replay: Callable[[], None]) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        replay()
+        torch.cuda.synchronize()
+    print(f"kernels of {title}:")
+    for row in sorted(profile.key_averages(), key=lambda row: -row.self_device_time_total):
+        print(f"{row.self_device_time_total:9.1f} us {row.count:5d} x {row.key[:110]}", flush=True)
 
 
 def _timed(replay: Callable[[], None]) -> float:
