@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.compile_time", description=__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--way", choices=_WAYS, action="append", help="may be repeated; default: all")
+    parser.add_argument("--cold", action="store_true", help="no warm start after each cold one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--other-backend", default="TORCH_SDPA", help="where compiled models are moved to")
     parser.add_argument("--output", type=Path, help="default: print only")
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _cold_and_warm(way: str, layers: int, options: Any) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for start in ("cold", "warm"):
+        for start in ("cold",) if options.cold else ("cold", "warm"):
             row = {
                 "way": way,
                 "layers": layers,

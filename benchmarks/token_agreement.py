@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from attnbackend import Engine, SamplingParams
-from benchmarks.decode_step import random_llama
 from benchmarks.environment import describe_environment
+from benchmarks.random_llama import random_llama
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASH_ATTN+TRITON_ATTN", "FLASHINFER", "TORCH_SDPA")
 
