@@ -82,7 +82,9 @@ def _places(kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
 def _packed(kv_c_TL: Tensor, k_pe_TR: Tensor) -> Tensor:
     """Rows of bytes; a group's scale is its largest magnitude over the largest of float8."""
     groups_TGN = kv_c_TL.float().unflatten(-1, (-1, _GROUP))
-    scale_TG1 = groups_TGN.abs().amax(-1, keepdim=True).clamp(min=1e-12) / _E4M3_MAX
+    # A tensor: CUDA multiplies by the rounded reciprocal of a number.
+    largest = torch.full((), _E4M3_MAX, device=groups_TGN.device)
+    scale_TG1 = groups_TGN.abs().amax(-1, keepdim=True).clamp(min=1e-12) / largest
     latent = (groups_TGN / scale_TG1).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).flatten(1)
     parts = (latent, scale_TG1.squeeze(-1), k_pe_TR.bfloat16())
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)

@@ -4,11 +4,11 @@
     python -m benchmarks.mla --only 'B64 L4096' --sides TRITON_MLA,flashinfer_fa3
     python -m benchmarks.mla --configs
 
-Rows of 512 + 64 in bfloat16, blocks of 64. All sides of a point get the same tensors in the same process and
-take turns. Each is judged before it is timed: its output starts full of NaN, three requests of it are held
-to float64 by the relative rule. Figures are microseconds a call on the GPU's clock: medians over rounds of
-CUDA-graph replays. TFLOP/s counts 2 (2 L + R) for each query, head and key; TB/s each row of the cache once.
---configs times the project's kernels in other tiles instead.
+Rows of 512 + 64 in bfloat16, blocks of 64 (FLASH_ATTN_MLA: of 32). All sides of a point get the same
+tensors in the same process and take turns. Each is judged before it is timed: its output starts full of
+NaN, three requests of it are held to float64 by the relative rule. Figures are microseconds a call on the
+GPU's clock: medians over rounds of CUDA-graph replays. TFLOP/s counts 2 (2 L + R) for each query, head and
+key; TB/s each row of the cache once. --configs times the project's kernels in other tiles instead.
 """
 
 from __future__ import annotations

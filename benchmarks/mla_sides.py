@@ -7,7 +7,7 @@ A side is made for a point's inputs and gives a function that writes the output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from attnbackend.selector import backend_reasons
 
 __all__ = ["DIRECT_OF", "PLANS", "RANK", "ROPE", "SIDES", "TILES", "Inputs", "Unserved"]
 
-RANK, ROPE, BLOCK_SIZE = 512, 64, 64
+RANK, ROPE = 512, 64
 SCALE = (128 + ROPE) ** -0.5
 PLANS: dict[tuple[int, str], AttentionMetadata] = {}
 """The plans of the point that is measured; whoever measures makes them the forward context's."""
@@ -47,12 +47,20 @@ class Inputs:
     def of(cls, query: Tensor, kv_cache: Tensor, starts: Tensor, lens: Tensor, table: Tensor) -> Inputs:
         """starts and lens on the host."""
         common = CommonAttentionMetadata.from_tensors(
-            starts.cuda(), lens.cuda(), table, num_tokens=len(query), block_size=BLOCK_SIZE
+            starts.cuda(), lens.cuda(), table, num_tokens=len(query), block_size=kv_cache.shape[1]
         ).replace(
             query_start_loc_cpu=starts, seq_lens_cpu=lens, max_query_len=int(starts.diff().max()),
             max_seq_len=int(lens.max()),
         )  # fmt: skip
         return cls(query, kv_cache, common)
+
+    def in_blocks_of(self, block_size: int) -> Inputs:
+        """The same memory as smaller blocks."""
+        common, each = self.common, self.kv_cache.shape[1] // block_size
+        inside = torch.arange(each, device=common.block_table.device, dtype=torch.int32)
+        table = (common.block_table.unsqueeze(-1) * each + inside).flatten(1)
+        cache = self.kv_cache.view(-1, block_size, RANK + ROPE)
+        return replace(self, kv_cache=cache, common=common.replace(block_table=table))
 
     @property
     def parts(self) -> tuple[Tensor, Tensor]:
@@ -66,7 +74,7 @@ class Inputs:
         """What a request's tokens must get, computed in `dtype`."""
         assert self.common.seq_lens_cpu is not None
         length = int(self.common.seq_lens_cpu[row])
-        pages = self.common.block_table[row, : -(-length // BLOCK_SIZE)].long()
+        pages = self.common.block_table[row, : -(-length // self.kv_cache.shape[1])].long()
         rows_NW = self.kv_cache[pages].flatten(0, 1)[:length].to(dtype)
         query = self.query[tokens].to(dtype)
         scores = torch.einsum("thw,nw->thn", query, rows_NW) * SCALE
@@ -76,6 +84,11 @@ class Inputs:
         return torch.einsum("thn,nl->thl", weights, rows_NW[:, :RANK])
 
 
+def in_blocks(block_size: int, make: Callable[[Inputs, Tensor], Run]) -> Callable[[Inputs, Tensor], Run]:
+    """A side that reads the cache as blocks of another size."""
+    return lambda inputs, output: make(inputs.in_blocks_of(block_size), output)
+
+
 def through_op(name: str) -> Callable[[Inputs, Tensor], Run]:
     """The backend's op, planned by its builder as for a graph."""
 
@@ -83,13 +96,13 @@ def through_op(name: str) -> Callable[[Inputs, Tensor], Run]:
         heads, batch = inputs.query.shape[1], inputs.common
         config = AttentionSelectorConfig.dense(
             device_type="cuda", head_size=RANK + ROPE, kv_lora_rank=RANK, num_heads=heads, num_kv_heads=1,
-            dtype=torch.bfloat16, block_size=BLOCK_SIZE, use_mla=True,
+            dtype=torch.bfloat16, block_size=inputs.kv_cache.shape[1], use_mla=True,
         )  # fmt: skip
         if reasons := backend_reasons(name, config):
             raise Unserved("; ".join(map(str, reasons)))
         params = AttentionParams(
             num_heads=heads, num_kv_heads=1, head_size=RANK + ROPE, dtype=torch.bfloat16, scale=SCALE,
-            kv_cache_dtype="auto", block_size=BLOCK_SIZE, device_type="cuda",
+            kv_cache_dtype="auto", block_size=inputs.kv_cache.shape[1], device_type="cuda",
             mla=MLADims(kv_lora_rank=RANK, qk_rope_head_dim=ROPE),
         )  # fmt: skip
         limits = BatchLimits(batch.seq_lens.shape[0], len(inputs.query), batch.max_seq_len)
@@ -130,7 +143,7 @@ def flashinfer_direct(backend: str) -> Callable[[Inputs, Tensor], Run]:
             raise Unserved(f"ImportError: {error}") from None
         batch = inputs.common
         starts, lens = batch.host_query_start_loc(), batch.host_seq_lens()
-        pages = (lens + BLOCK_SIZE - 1) // BLOCK_SIZE
+        pages = (lens + inputs.kv_cache.shape[1] - 1) // inputs.kv_cache.shape[1]
         kv_starts = torch.cat([pages.new_zeros(1), pages.cumsum(0)]).int()
         rows = zip(batch.block_table, pages.tolist(), strict=True)
         indices = torch.cat([row[:count] for row, count in rows])
@@ -138,7 +151,7 @@ def flashinfer_direct(backend: str) -> Callable[[Inputs, Tensor], Run]:
             torch.zeros(128 << 20, dtype=torch.uint8, device="cuda"), backend=backend
         )
         wrapper.plan(
-            starts, kv_starts, indices, lens, inputs.query.shape[1], RANK, ROPE, BLOCK_SIZE,
+            starts, kv_starts, indices, lens, inputs.query.shape[1], RANK, ROPE, inputs.kv_cache.shape[1],
             batch.max_query_len > 1, SCALE, torch.bfloat16, torch.bfloat16,
         )  # fmt: skip
         return lambda: wrapper.run(*inputs.parts, *inputs.sides, out=output)
@@ -181,16 +194,17 @@ def flash_mla_direct(inputs: Inputs, output: Tensor) -> Run:
 
 SIDES = {
     "TRITON_MLA": through_op("TRITON_MLA"),
-    "FLASH_ATTN_MLA": through_op("FLASH_ATTN_MLA"),
+    "FLASH_ATTN_MLA": in_blocks(32, through_op("FLASH_ATTN_MLA")),
     "FLASHINFER_MLA": through_op("FLASHINFER_MLA"),
     "FLASHMLA": through_op("FLASHMLA"),
     "flashinfer_fa3": flashinfer_direct("fa3"),
     "flashinfer_fa2": flashinfer_direct("fa2"),
     "fa3_direct": fa3_direct,
+    "fa3_direct_32": in_blocks(32, fa3_direct),
     "flash_mla_direct": flash_mla_direct,
 }
 DIRECT_OF = {
-    "FLASH_ATTN_MLA": "fa3_direct",
+    "FLASH_ATTN_MLA": "fa3_direct_32",
     "FLASHINFER_MLA": "flashinfer_fa3",
     "FLASHMLA": "flash_mla_direct",
 }

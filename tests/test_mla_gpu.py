@@ -23,6 +23,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 DENSE = ["TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA"]
 SPARSE = ["TRITON_MLA_SPARSE", "FLASHMLA_SPARSE"]
 BF16 = torch.bfloat16
+PAGES = {"FLASH_ATTN_MLA": 32}
+"""Sizes of blocks where they are not 64."""
 SIZES = {"rank": 512, "rope": 64, "block_size": 64, "dtype": BF16, "device": "cuda"}
 DECODE = [(1, 1), (1, 64), (1, 65), (1, 1000), (1, 0), (1, 511)]
 MIXED = [(3, 300), (1, 129), (0, 0), (5, 70), (2, 1), (1, 2000)]
@@ -31,10 +33,14 @@ MIXED = [(3, 300), (1, 129), (0, 0), (5, 70), (2, 1), (1, 2000)]
 def require(name: str, heads: int, **changes: Any) -> None:
     fields = {
         "device_type": "cuda", "head_size": 576, "kv_lora_rank": 512, "num_heads": heads, "num_kv_heads": 1,
-        "dtype": BF16, "block_size": 64, "use_mla": True, "use_sparse": name in SPARSE,
+        "dtype": BF16, "block_size": PAGES.get(name, 64), "use_mla": True, "use_sparse": name in SPARSE,
     } | changes  # fmt: skip
     if reasons := backend_reasons(name, AttentionSelectorConfig.dense(**fields)):
         pytest.skip(f"{name}: {'; '.join(map(str, reasons))}")
+
+
+def sizes_of(name: str) -> dict[str, Any]:
+    return SIZES | {"block_size": PAGES.get(name, 64)}
 
 
 def judge(batch: MLABatch, output: torch.Tensor, lse: torch.Tensor) -> None:
@@ -58,7 +64,7 @@ def run(name: str, batch: MLABatch, output: torch.Tensor, lse: torch.Tensor, **e
 def test_queries_on_latents_are_right(name: str, requests: list[tuple[int, int]], heads: int) -> None:
     require(name, heads)
     topk = {"topk": 128} if name in SPARSE else {}
-    batch = make_batch(requests, heads=heads, tail=2, **SIZES, **topk)
+    batch = make_batch(requests, heads=heads, tail=2, **sizes_of(name), **topk)
     output, lse = batch.empty_results()
     run(name, batch, output, lse)
     judge(batch, output, lse)
@@ -92,7 +98,8 @@ def test_other_caches(name: str, kind: str, changes: dict[str, Any]) -> None:
 def common_of(batch: MLABatch) -> CommonAttentionMetadata:
     starts, lens = batch.query_start_loc.cpu(), batch.seq_lens.cpu()
     return CommonAttentionMetadata.from_tensors(
-        batch.query_start_loc, batch.seq_lens, batch.block_table, num_tokens=len(batch.query), block_size=64
+        batch.query_start_loc, batch.seq_lens, batch.block_table, num_tokens=len(batch.query),
+        block_size=batch.kv_cache.shape[1],
     ).replace(
         query_start_loc_cpu=starts, seq_lens_cpu=lens, max_query_len=int(starts.diff().max()),
         max_seq_len=int(lens.max()),
@@ -105,15 +112,16 @@ def test_graphs_replay_on_other_batches(name: str, each: int) -> None:
     """Captured with a plan of one batch, replayed with that of another, in the same memory, over NaN."""
     require(name, 128)
     made, other = (
-        make_batch([(each, n) for n in lens], heads=128, seed=seed, **SIZES)
+        make_batch([(each, n) for n in lens], heads=128, seed=seed, **sizes_of(name))
         for seed, lens in enumerate([(200, 70, 513, 0), (0, 1000, 5, 6)])
     )
-    table = torch.zeros(4, 16, dtype=torch.int32, device="cuda")
-    cache = torch.full((32, 64, 576), torch.nan, dtype=BF16, device="cuda")
+    page = PAGES.get(name, 64)
+    table = torch.zeros(4, 1024 // page, dtype=torch.int32, device="cuda")
+    cache = torch.full((2048 // page, page, 576), torch.nan, dtype=BF16, device="cuda")
     held = MLABatch(made.query.clone(), cache, made.query_start_loc, made.seq_lens.clone(), table, [], 512)
     params = AttentionParams(
         num_heads=128, num_kv_heads=1, head_size=576, scale=made.scale, dtype=BF16, kv_cache_dtype="auto",
-        block_size=64, device_type="cuda", mla=MLADims(kv_lora_rank=512, qk_rope_head_dim=64),
+        block_size=page, device_type="cuda", mla=MLADims(kv_lora_rank=512, qk_rope_head_dim=64),
     )  # fmt: skip
     builder = resolve_backend(name).get_builder_cls()(
         params, spec_of(params), BatchLimits(4, 4 * each, 1024), torch.device("cuda")

@@ -163,7 +163,12 @@ class FlashAttentionMLAImpl(LibraryRows, MLACommonImpl):
 
 
 class FlashAttentionMLABackend(LibraryMLABackend):
-    """Hopper GPUs; vLLM's build of FlashAttention 3, or the authors' own."""
+    """Hopper GPUs; vLLM's build of FlashAttention 3, or the authors' own.
+
+    It loads pages of 64 rows, or a multiple, whole: NaN behind a sequence's last key would reach the output.
+    """
+
+    supported_block_sizes = (16, 32)
 
     @staticmethod
     def get_name() -> str:

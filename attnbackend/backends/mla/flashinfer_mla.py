@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnbackend.backends.flashinfer.page_lists import PageLists
-from attnbackend.backends.flashinfer.wrappers import Planner
+from attnbackend.backends.flashinfer.wrappers import Planner, scratch_tensors
 from attnbackend.backends.host_lengths import with_host_lengths
 from attnbackend.backends.mla.common import MLACommonImpl, MLACommonMetadataBuilder
 from attnbackend.backends.mla.library import RANK, ROPE, LibraryMLABackend, LibraryRows, import_problem
@@ -173,6 +173,10 @@ class FlashInferMLABackend(LibraryMLABackend):
     @staticmethod
     def get_builder_cls() -> type[MLACommonMetadataBuilder]:
         return FlashInferMLAMetadataBuilder
+
+    @classmethod
+    def workspaces(cls) -> list[Tensor]:
+        return list(scratch_tensors())
 
     @classmethod
     def library_problem(cls) -> str | None:

@@ -6,6 +6,7 @@ Shape legend: T tokens, S keys, H heads, D head size of query and key, V that of
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,13 @@ _SIZES = ((192, 128), (128, 128), (256, 256), (64, 64))
 @cache
 def _workspace(device: torch.device) -> Tensor:
     return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
+
+
+@dataclass(frozen=True)
+class PlannedPrompts:
+    wrapper: Any
+    num_tokens: int
+    """Queries of all sequences: those behind belong to none."""
 
 
 class FlashInferPrefill(MLAPrefill):
@@ -56,20 +64,20 @@ class FlashInferPrefill(MLAPrefill):
             reasons.append(Reason("qk_head_dim, v_head_dim", f"{pair[0]} and {pair[1]}", allowed))
         return reasons
 
-    def plan(self, metadata: MLAPrefillMetadata) -> Any:
+    def plan(self, metadata: MLAPrefillMetadata) -> PlannedPrompts:
         c, wrapper = self.config, self._wrapper()
         starts_q, starts_k = (
-            x if cpu is None else cpu
+            (x if cpu is None else cpu).cpu()
             for x, cpu in (
                 (metadata.cu_seqlens_q, metadata.cu_seqlens_q_cpu),
                 (metadata.cu_seqlens_k, metadata.cu_seqlens_k_cpu),
             )
         )
         wrapper.plan(
-            starts_q.cpu(), starts_k.cpu(), c.num_heads, c.num_heads, c.qk_head_dim, c.v_head_dim,
+            starts_q, starts_k, c.num_heads, c.num_heads, c.qk_head_dim, c.v_head_dim,
             causal=metadata.causal, sm_scale=self.scale, q_data_type=c.dtype, kv_data_type=c.dtype,
         )  # fmt: skip
-        return wrapper
+        return PlannedPrompts(wrapper, int(starts_q[-1]))
 
     def _wrapper(self) -> Any:
         library = importlib.import_module("flashinfer")
@@ -81,21 +89,17 @@ class FlashInferPrefill(MLAPrefill):
     ) -> None:  # fmt: skip
         from attnbackend.kernels import triton
 
-        planned = self.plan(metadata) if metadata.plan is None else metadata.plan
+        planned: PlannedPrompts = self.plan(metadata) if metadata.plan is None else metadata.plan
         out = output if output.is_contiguous() else output.new_empty(output.shape)
         own_lse = torch.empty(output.shape[:2], dtype=torch.float32, device=output.device)
-        tokens = _tokens(metadata, query)
+        tokens = planned.num_tokens
         if tokens and key.shape[0]:
-            planned.run(query[:tokens], key, value, out=out[:tokens], lse=own_lse[:tokens], return_lse=True)
+            planned.wrapper.run(
+                query[:tokens], key, value, out=out[:tokens], lse=own_lse[:tokens], return_lse=True
+            )
         if out is not output:
             output.copy_(out)
         triton.finish_attention(
             output, own_lse, lse, metadata.cu_seqlens_q, metadata.cu_seqlens_k.diff(), causal=metadata.causal,
             base_2=True,
         )  # fmt: skip
-
-
-def _tokens(metadata: MLAPrefillMetadata, query: Tensor) -> int:
-    """Queries of all sequences: those behind belong to none."""
-    starts = metadata.cu_seqlens_q_cpu
-    return query.shape[0] if starts is None else int(starts[-1])
