@@ -125,6 +125,16 @@ class AttentionBackend(ABC):
         return (0, 1, 2, 3, 4) if layout is KVCacheLayout.NHD else (0, 1, 3, 2, 4)
 
     @classmethod
+    def quantizes_in_kernel(cls, head_size: int, group: int | None) -> bool:
+        """Whether float8 outputs are written by the kernels that compute them, not by a pass after these.
+
+        Args:
+            head_size: elements of a head.
+            group: elements of a token that share a scale of `output_block_scale`; None: `output_scale`.
+        """
+        return False
+
+    @classmethod
     def parse_kv_cache_shape(cls, shape: tuple[int, ...]) -> KVCacheDims:
         """The inverse of `get_kv_cache_shape`; the default is for the standard shape."""
         num_blocks, _, block_size, num_kv_heads, head_size = shape

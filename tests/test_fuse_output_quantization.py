@@ -12,6 +12,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from graph_lines import renumbered
+from op_cases import require
 from torch import Tensor
 
 import attnbackend
@@ -40,8 +41,9 @@ def given() -> list[Tensor]:
 Step = Callable[[Tensor, Tensor, Tensor], Any]
 
 
-def run(step: Step, backend: str | None = "CPU_ATTN") -> tuple[Any, str, str]:
+def run(step: Step, backend: str | None = "CPU_ATTN", **options: Any) -> tuple[Any, str, str]:
     """Compiled with the pass; its report and the graph after it."""
+    options = options or {"in_kernel_only": False}
     seen: list[str] = []
 
     class Look(GraphPass):
@@ -51,7 +53,7 @@ def run(step: Step, backend: str | None = "CPU_ATTN") -> tuple[Any, str, str]:
             seen.append(graph_text(graph_module))
             return PassReport(self.name)
 
-    passes: list[GraphPass] = [FuseOutputQuantization(), Look()]
+    passes: list[GraphPass] = [FuseOutputQuantization(**options), Look()]
     passes += [SelectBackend(backend)] if backend else []
     compiled: Any = attnbackend.compile(step, passes=passes, compiler="aot_eager", fullgraph=True)
     result = compiled(*given())
@@ -76,12 +78,14 @@ def other_format(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("step", "backend"),
     [(step, name) for step in (plain, reciprocal, other_format) for name in ("CPU_ATTN", "TORCH_SDPA")]
-    + [(plain, None)],
+    + [(plain, None), (plain, "TRITON_ATTN")],
 )
 def test_quantisation_that_the_op_does_itself(step: Step, backend: str | None) -> None:
+    if backend:
+        require(backend)
     with attnbackend.set_config(backend=backend or "CPU_ATTN"):
         expected = step(*given())
-        actual, report, text = run(step, backend)
+        actual, report, text = run(step, backend, in_kernel_only=backend == "TRITON_ATTN")
     assert "1 changes" in report, report
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
@@ -107,6 +111,78 @@ def test_the_graph_after() -> None:
 %6 = flatten(%4, 1)
 return [%6]""",
     )
+
+
+def to_float8(x: Tensor, limit: float = 448.0) -> Tensor:
+    return x.clamp(-limit, limit).to(E4M3)
+
+
+def group_by_group(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
+    """Of 16 elements, with scales guarded before the division."""
+    groups = attend(q, cache).view(T, -1, 16)
+    scales = groups.abs().float().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
+    return to_float8(groups / scales).view(T, H * D), scales.squeeze(-1)
+
+
+def head_by_head(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
+    """In float32, by the reciprocal, scales returned as they are without the guard; the shape of a batch."""
+    heads = attend(q, cache).unflatten(-1, (1, -1)).float()
+    scales = heads.abs().amax(dim=-1, keepdim=True) * (1 / 448.0)
+    guarded = torch.where(scales == 0, 1.0, scales)
+    return to_float8(guarded.reciprocal() * heads).view(1, T, H * D), scales
+
+
+@pytest.mark.parametrize(
+    ("step", "backend"),
+    [(group_by_group, "CPU_ATTN"), (group_by_group, "TRITON_ATTN"), (head_by_head, "TRITON_ATTN")],
+)
+def test_quantisation_group_by_group(step: Step, backend: str) -> None:
+    require(backend)
+    with attnbackend.set_config(backend=backend):
+        expected, expected_scales = step(*given())
+    (actual, scales), report, text = run(step, backend, in_kernel_only=backend == "TRITON_ATTN")
+    assert "1 changes" in report, report
+    assert (actual.dtype, actual.shape) == (E4M3, expected.shape)
+    torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0.14, atol=0.02)
+    assert not {"clamp", "amax", "abs"} & {line.split(" = ")[-1].split("(")[0] for line in text.splitlines()}
+    assert bool((scales == 0).any()), "no token of padding: a weak test"
+
+
+def test_the_graph_after_groups() -> None:
+    _, _, text = run(group_by_group)
+    assert_expected_inline(
+        "\n".join(renumbered(text).splitlines()[-9:]),
+        """\
+%5 = aten::reshape(%4, [-1, 8, 16])
+%6 = aten::select.int(%5, 2, 0)
+%7 = aten::empty_like(%6, dtype=torch.float32, memory_format=torch.contiguous_format)
+%8 = attnbackend::cpu_attn_forward(l_q_, None, None, l_cache_, !%4, %1, %2, %3, scale=0.2, output_block_scale=!%7)
+%9 = aten::reshape(%7, [5, 8, 1])
+%10 = view(%4, 5, -1, 16)
+%11 = view(%10, 5, 128)
+%12 = squeeze(%9, -1)
+return [%11, %12]""",
+    )
+
+
+def test_what_a_backend_does_after_its_kernel_is_left_to_the_graph() -> None:
+    _, report, _ = run(plain, "CPU_ATTN", in_kernel_only=True)
+    assert "0 changes" in report
+    assert "CPU_ATTN quantises with one scale after its kernel" in report, report
+
+
+def test_which_backends_quantise_in_their_kernel() -> None:
+    triton, cpu = (attnbackend.resolve_backend(name) for name in ("TRITON_ATTN", "CPU_ATTN"))
+    assert [triton.quantizes_in_kernel(128, group) for group in (None, 16, 128, 256)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert not cpu.quantizes_in_kernel(128, None)
+    both = attnbackend.resolve_backend("FLASH_ATTN+TRITON_ATTN")
+    assert not both.quantizes_in_kernel(128, None), "a prompt's kernel does not"
 
 
 def lse_is_asked_for(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
@@ -150,14 +226,52 @@ def other_way_round(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
     return (scale / (attend(q, cache) + 9)).clamp(-448.0, 448.0).to(E4M3)
 
 
+def floor_under_the_scales(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
+    groups = attend(q, cache).view(T, -1, 16)
+    scales = groups.abs().amax(-1, keepdim=True).clamp(min=0.5) / 448.0
+    return to_float8(groups / scales), scales
+
+
+def other_divisor(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
+    groups = attend(q, cache).view(T, -1, 16)
+    return to_float8(groups / (groups.abs().amax(-1, keepdim=True) / 240.0))
+
+
+def groups_across_heads(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
+    groups = attend(q, cache).transpose(1, 2)
+    return to_float8(groups / (groups.abs().amax(-1, keepdim=True) / 448.0))
+
+
+def groups_across_tokens(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
+    groups = attend(q, cache)[:4].reshape(-1, 2 * H * D)
+    return to_float8(groups / (groups.abs().amax(-1, keepdim=True) / 448.0))
+
+
+def magnitudes_read_elsewhere(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
+    groups = attend(q, cache).view(T, -1, 16)
+    largest = groups.abs().amax(-1, keepdim=True)
+    return to_float8(groups / (largest / 448.0)), largest
+
+
+def another_dimension(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
+    groups = attend(q, cache).view(T, -1, 16)
+    return to_float8(groups / (groups.abs().amax(1, keepdim=True) / 448.0))
+
+
 LEFT: dict[Step, str] = {
+    floor_under_the_scales: "puts 0.5 under the scales",
+    other_divisor: "scales are magnitudes by 240, not by 448",
+    groups_across_heads: "do not follow each other in a token",
+    groups_across_tokens: "is getitem, no step of a quantisation",
+    magnitudes_read_elsewhere: "is read by output too",
+    another_dimension: "is no largest magnitude of each group of the last dimension",
     lse_is_asked_for: "its LSE is asked for",
     read_elsewhere: "not by one quantisation",
     no_clamp: "limited to None",
     other_limits: "limited to (-240.0, 240.0)",
     no_scale: "without a scale",
     a_scale_a_head: "where one float32 number is wanted",
-    scale_of_the_output: "not by one quantisation",
+    scale_of_the_output: "is max, no step from magnitudes to a scale",
     something_between: "is sigmoid, no step of a quantisation",
     other_way_round: "is add, no step",
 }

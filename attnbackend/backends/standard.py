@@ -42,27 +42,34 @@ class BatchMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
 
 
 class StandardImpl(AttentionImpl):
-    """For kernels that take no query scale and write no quantised output: both are done around them."""
+    """For kernels that take no query scale, and may write no quantised output: both are done around them."""
 
     def forward(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: Any, output: Tensor, tensors: OptionalTensors,
     ) -> None:  # fmt: skip
         k_scale = fold_query_scale(tensors.q_scale, tensors.k_scale)
-        own = tensors._replace(q_scale=None, k_scale=k_scale, output_scale=None, output_block_scale=None)
-        if not is_quantized(tensors.output_scale, tensors.output_block_scale):
+        own = tensors._replace(q_scale=None, k_scale=k_scale)
+        quantized = is_quantized(tensors.output_scale, tensors.output_block_scale)
+        if not quantized or self.quantizes(attn_metadata, own):
+            output = output.view(torch.float8_e4m3fn) if output.dtype is torch.uint8 else output
             self.attend(query, key, value, kv_cache, attn_metadata, output, own)
             return
         exact = torch.empty(output.shape, dtype=query.dtype, device=query.device)
+        own = own._replace(output_scale=None, output_block_scale=None)
         self.attend(query, key, value, kv_cache, attn_metadata, exact, own)
         quantize_output(exact, output, tensors.output_scale, tensors.output_block_scale)
+
+    def quantizes(self, attn_metadata: Any, tensors: OptionalTensors) -> bool:
+        """Whether `attend` takes the scales of the output that are given, and writes float8 itself."""
+        return False
 
     @abstractmethod
     def attend(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: Any, output: Tensor, tensors: OptionalTensors,
     ) -> None:  # fmt: skip
-        """`forward` without ``q_scale``, ``output_scale`` and ``output_block_scale``."""
+        """`forward` without ``q_scale``, and without scales of the output unless it `quantizes`."""
 
 
 class StandardCacheBackend(AttentionBackend, abstract=True):
@@ -154,7 +161,8 @@ def write_sides(
 
 
 def kernel_features(params: AttentionParams, tensors: OptionalTensors) -> dict[str, Any]:
-    """The keyword arguments that the project's own kernels share."""
+    """The keyword arguments that the project's own kernels share; the output's scales where it has any."""
+    scales = {"output_scale": tensors.output_scale, "output_block_scale": tensors.output_block_scale}
     return {
         "scale": params.scale,
         "causal": params.causal,
@@ -167,4 +175,5 @@ def kernel_features(params: AttentionParams, tensors: OptionalTensors) -> dict[s
         "k_scale": tensors.k_scale,
         "v_scale": tensors.v_scale,
         "lse": tensors.lse,
+        **{name: scale for name, scale in scales.items() if scale is not None},
     }

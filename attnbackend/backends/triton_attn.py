@@ -90,6 +90,16 @@ class TritonAttentionImpl(PagedKernelImpl):
             return triton.paged_decode_attention
         return partial(triton.paged_attention, key=key, value=value)
 
+    def quantizes(self, attn_metadata: TritonMetadata, tensors: OptionalTensors) -> bool:
+        from attnbackend.kernels import triton
+
+        if attn_metadata.cascade is not None and takes_cascade(tensors):
+            return False
+        if (scales := tensors.output_block_scale) is None:
+            return True
+        size = self.params.head_size
+        return triton.takes_output_groups(self.params.num_heads * size // scales.shape[1], size)
+
     def attend(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: TritonMetadata, output: Tensor, tensors: OptionalTensors,
@@ -140,6 +150,12 @@ class TritonAttentionBackend(FullFeaturedBackend):
     @staticmethod
     def get_builder_cls() -> type[TritonMetadataBuilder]:
         return TritonMetadataBuilder
+
+    @classmethod
+    def quantizes_in_kernel(cls, head_size: int, group: int | None) -> bool:
+        from attnbackend.kernels import triton
+
+        return group is None or triton.takes_output_groups(group, head_size)
 
     @classmethod
     def unavailable_reason(cls, device_type: str) -> str | None:

@@ -260,6 +260,10 @@ class TwoPhaseBackend(AttentionBackend, abstract=True, metaclass=_ClaimsOfBoth):
         return cls.parts[0].parse_kv_cache_shape(shape)
 
     @classmethod
+    def quantizes_in_kernel(cls, head_size: int, group: int | None) -> bool:
+        return all(part.quantizes_in_kernel(head_size, group) for part in cls.parts)
+
+    @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return all(part.supports_head_size(head_size) for part in cls.parts)
 

@@ -12,6 +12,7 @@ from attnbackend._torch_compat import same_size
 from attnbackend.fx_passes.nodes import tensor_of
 
 __all__ = [
+    "ASSERTION",
     "NoMatch",
     "Viewed",
     "argument",
@@ -23,6 +24,10 @@ __all__ = [
     "shape_of",
     "view_source",
 ]
+
+
+ASSERTION = "_assert_tensor_metadata"
+"""What export puts beside a conversion; it goes with the tensor that it speaks of."""
 
 
 class NoMatch(Exception):

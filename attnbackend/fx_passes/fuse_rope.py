@@ -13,7 +13,7 @@ from attnbackend.backends.standard import StandardCacheBackend
 from attnbackend.backends.two_phase import TwoPhaseBackend
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
 from attnbackend.fx_passes.edits import emit, emit_view, first_write_between, remove_unused
-from attnbackend.fx_passes.forms import NoMatch, Viewed, name_of
+from attnbackend.fx_passes.forms import ASSERTION, NoMatch, Viewed, name_of
 from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
 from attnbackend.fx_passes.rope_forms import RotatedHeads, match_rotated_heads
 from attnbackend.kernels import triton as kernels
@@ -27,8 +27,6 @@ __all__ = ["FuseRopeCacheWrite"]
 _WHAT = "rotation and cache write"
 _SHAPE_ONLY = {"new_empty", "empty_like", "size", "sym_size", "stride", "dim"}
 """Calls that read no element of a tensor."""
-_ASSERTION = "_assert_tensor_metadata"
-"""What export puts beside a conversion; it goes with the tensor that it speaks of."""
 
 
 class _Match(NamedTuple):
@@ -138,7 +136,7 @@ def _inner_nodes(match: _Match) -> set[Node]:
         if node not in found and node not in ends:
             found.add(node)
             stack += [n for n in node.all_input_nodes if n.op in ("call_function", "call_method")]
-    return found | {user for node in found for user in node.users if name_of(user) == _ASSERTION}
+    return found | {user for node in found for user in node.users if name_of(user) == ASSERTION}
 
 
 def _fuse(graph: Graph, match: _Match) -> Change:

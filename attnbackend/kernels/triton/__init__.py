@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .mla_config import mla_workspace_size
     from .page_indices import gather_page_indices
     from .paged import paged_attention
+    from .quantize import takes_output_groups
     from .rope_writer import rope_cache_write
     from .splits import decode_num_splits, decode_workspace_size
 
@@ -39,6 +40,7 @@ __all__ = [
     "paged_attention",
     "paged_decode_attention",
     "rope_cache_write",
+    "takes_output_groups",
     "unavailable_reason",
     "write_latents",
 ]
@@ -57,6 +59,7 @@ _HOME = {
     "paged_attention": "paged",
     "paged_decode_attention": "decode",
     "rope_cache_write": "rope_writer",
+    "takes_output_groups": "quantize",
     "write_latents": "latent_rows",
 }
 

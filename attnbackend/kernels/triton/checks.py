@@ -59,10 +59,9 @@ def check_dtypes(
     where: str, query: torch.dtype, key: torch.dtype, value: torch.dtype, output: torch.dtype
 ) -> None:
     """ValueError for a dtype that the attention kernels do not take."""
-    for name, dtype in (("query", query), ("output", output)):
-        if dtype not in QUERY_DTYPES:
-            fail(where, f"{name}.dtype", dtype, names(QUERY_DTYPES))
-    for name, dtype in (("key_cache", key), ("value_cache", value)):
+    if query not in QUERY_DTYPES:
+        fail(where, "query.dtype", query, names(QUERY_DTYPES))
+    for name, dtype in (("key_cache", key), ("value_cache", value), ("output", output)):
         if dtype not in CACHE_DTYPES:
             fail(where, f"{name}.dtype", dtype, names(CACHE_DTYPES))
 

@@ -16,10 +16,10 @@ import triton.language as tl
 
 from .bounds import decode_first_key
 from .checks import fail
-from .codec import encode
 from .config import TileConfig, decode_tiles, heads_per_tile, pieces_per_kv_head
 from .launch import Launch, on_device_of, prepare
-from .partials import MERGE_STEP, merged, partial_buffer, split_size, store_partial
+from .partials import MERGE_STEP, merged, partial_buffer, split_size, store_head, store_partial
+from .quantize import group_places, store_output
 from .splits import MIN_SPLIT_KEYS, decode_shape, processor_count
 from .tile import (
     all_columns,
@@ -30,7 +30,6 @@ from .tile import (
     no_values,
     normalise,
     start_state,
-    store_rows,
 )
 
 WHERE = "paged_decode_attention"
@@ -48,6 +47,8 @@ WHERE = "paged_decode_attention"
         "k_scale_ptr",
         "v_scale_ptr",
         "ranges_ptr",
+        "out_scale_ptr",
+        "block_scale_ptr",
         "partial_ptr",
     ],
 )
@@ -65,6 +66,8 @@ def decode_kernel(
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
     ranges_ptr: tl.tensor,
+    out_scale_ptr: tl.tensor,
+    block_scale_ptr: tl.tensor,
     scale: tl.tensor,
     soft_cap: tl.tensor,
     reach: tl.tensor,
@@ -84,6 +87,7 @@ def decode_kernel(
     table_row: tl.tensor,
     k_scale_head: tl.tensor,
     v_scale_head: tl.tensor,
+    block_scale_token: tl.tensor,
     num_tokens: tl.tensor,
     num_rows: tl.tensor,
     num_splits: tl.tensor,
@@ -99,6 +103,8 @@ def decode_kernel(
     DV_PAD: tl.constexpr,
     DOT: tl.constexpr,
     PRECISE: tl.constexpr,
+    OUT_LIMIT: tl.constexpr,
+    OUT_GROUP: tl.constexpr,
     Q_FMT: tl.constexpr,
     K_FMT: tl.constexpr,
     V_FMT: tl.constexpr,
@@ -134,7 +140,11 @@ def decode_kernel(
             token64 = row.to(tl.int64)
             zeros = tl.zeros([M, DV_PAD], tl.float32)
             offsets = token64 * out_token + head64 * out_head
-            store_rows(out_ptr, offsets, zeros, keep, DV, DV_PAD, OUT_FMT)
+            store_output(
+                out_ptr, offsets, zeros, keep, out_scale_ptr, block_scale_ptr,
+                group_places(token64, head64, block_scale_token, DV, OUT_GROUP),
+                DV, DV_PAD, OUT_FMT, OUT_LIMIT, OUT_GROUP,
+            )  # fmt: skip
             if lse_ptr is not None:
                 empty = tl.full([M], float("-inf"), tl.float32)
                 tl.store(lse_ptr + token64 * lse_token + head64 * lse_head, empty, mask=keep)
@@ -177,7 +187,11 @@ def decode_kernel(
     if partial_ptr is None:
         rows = normalise(acc, row_sum) * value_scale
         offsets = token64 * out_token + head64 * out_head
-        store_rows(out_ptr, offsets, rows, keep, DV, DV_PAD, OUT_FMT)
+        store_output(
+            out_ptr, offsets, rows, keep, out_scale_ptr, block_scale_ptr,
+            group_places(token64, head64, block_scale_token, DV, OUT_GROUP),
+            DV, DV_PAD, OUT_FMT, OUT_LIMIT, OUT_GROUP,
+        )  # fmt: skip
         if lse_ptr is not None:
             lse = natural_lse(row_max, row_sum, PRECISE)
             tl.store(lse_ptr + token64 * lse_token + head64 * lse_head, lse, mask=keep)
@@ -190,7 +204,15 @@ def decode_kernel(
 
 @triton.jit(
     do_not_specialize=["num_tokens", "num_rows", "num_ranges", "num_splits", "reach"],
-    do_not_specialize_on_alignment=["lse_ptr", "starts_ptr", "seq_lens_ptr", "ranges_ptr", "partial_ptr"],
+    do_not_specialize_on_alignment=[
+        "lse_ptr",
+        "starts_ptr",
+        "seq_lens_ptr",
+        "ranges_ptr",
+        "out_scale_ptr",
+        "block_scale_ptr",
+        "partial_ptr",
+    ],
 )
 def merge_splits_kernel(
     partial_ptr: tl.tensor,
@@ -199,6 +221,9 @@ def merge_splits_kernel(
     starts_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     ranges_ptr: tl.tensor,
+    out_scale_ptr: tl.tensor,
+    block_scale_ptr: tl.tensor,
+    block_scale_token: tl.tensor,
     out_token: tl.tensor,
     out_head: tl.tensor,
     lse_token: tl.tensor,
@@ -210,6 +235,8 @@ def merge_splits_kernel(
     num_splits: tl.tensor,
     REACH: tl.constexpr,
     OUT_FMT: tl.constexpr,
+    OUT_LIMIT: tl.constexpr,
+    OUT_GROUP: tl.constexpr,
     DV: tl.constexpr,
     DV_PAD: tl.constexpr,
     N: tl.constexpr,
@@ -220,14 +247,12 @@ def merge_splits_kernel(
     head = tl.program_id(0)
     row = tl.program_id(1)
     num_heads = tl.num_programs(0)
-    columns = tl.arange(0, DV_PAD)
-    inside = columns < DV
-    out_ptr += head.to(tl.int64) * out_head
     q_begin = tl.load(starts_ptr + row)
     if (row >= tl.load(starts_ptr + num_rows)) & (row < num_tokens):
-        zeros = tl.zeros([DV_PAD], tl.float32)
-        tail = encode(zeros, out_ptr.dtype.element_ty, OUT_FMT)
-        tl.store(out_ptr + row.to(tl.int64) * out_token + columns, tail, mask=inside)
+        store_head(
+            out_ptr, row, head, tl.zeros([DV_PAD], tl.float32), out_scale_ptr, block_scale_ptr,
+            block_scale_token, out_token, out_head, DV, DV_PAD, OUT_FMT, OUT_LIMIT, OUT_GROUP,
+        )  # fmt: skip
         if lse_ptr is not None:
             tl.store(lse_ptr + row.to(tl.int64) * lse_token + head * lse_head, float("-inf"))
     if tl.load(starts_ptr + row + 1) == q_begin:
@@ -241,12 +266,13 @@ def merge_splits_kernel(
     first_part = (row.to(tl.int64) * num_heads + head) * num_splits
     parts = num_rows.to(tl.int64) * num_heads * num_splits
     mean, top, total = merged(partial_ptr, first_part, parts, used, DV, DV_PAD, STEP, PRECISE)
-    token64 = q_begin.to(tl.int64)
-    row_out = encode(mean, out_ptr.dtype.element_ty, OUT_FMT)
-    tl.store(out_ptr + token64 * out_token + columns, row_out, mask=inside)
+    store_head(
+        out_ptr, q_begin, head, mean, out_scale_ptr, block_scale_ptr,
+        block_scale_token, out_token, out_head, DV, DV_PAD, OUT_FMT, OUT_LIMIT, OUT_GROUP,
+    )  # fmt: skip
     if lse_ptr is not None:
         lse = natural_lse(top, total, PRECISE)
-        tl.store(lse_ptr + token64 * lse_token + head * lse_head, lse)
+        tl.store(lse_ptr + q_begin.to(tl.int64) * lse_token + head * lse_head, lse)
 
 
 def paged_decode_attention(
@@ -269,6 +295,8 @@ def paged_decode_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    output_scale: torch.Tensor | None = None,
+    output_block_scale: torch.Tensor | None = None,
     num_splits: int | None = None,
     workspace: torch.Tensor | None = None,
     tile: TileConfig | None = None,
@@ -289,7 +317,7 @@ def paged_decode_attention(
     launch = prepare(
         WHERE, query, key_cache, value_cache, output, query_start_loc, seq_lens, block_table,
         scale, causal, sliding_window, attention_chunk_size, logits_soft_cap, alibi_slopes, sinks,
-        bidirectional_ranges, k_scale, v_scale, lse,
+        bidirectional_ranges, k_scale, v_scale, lse, output_scale, output_block_scale,
     )  # fmt: skip
     plan, rows = launch.plan, launch.rows
     if launch.tokens > rows:
@@ -324,8 +352,8 @@ def _launch_merge(launch: Launch, tile: TileConfig, num_splits: int, partial: to
     constants = launch.plan.constants
     out, lse, starts, seq_lens = launch.tensors[3:7]
     merge_splits_kernel[(launch.heads, launch.rows)](
-        partial, out, lse, starts, seq_lens, launch.ranges, *launch.out_strides, *launch.reach,
-        launch.tokens, launch.rows, num_splits, constants["REACH"], constants["OUT_FMT"],
-        launch.value_size, constants["DV_PAD"], tile.block_n, MIN_SPLIT_KEYS, MERGE_STEP,
-        constants["PRECISE"], num_warps=2,
+        partial, out, lse, starts, seq_lens, launch.ranges, *launch.out_scales, *launch.out_strides,
+        *launch.reach, launch.tokens, launch.rows, num_splits, constants["REACH"], constants["OUT_FMT"],
+        constants["OUT_LIMIT"], constants["OUT_GROUP"], launch.value_size,
+        constants["DV_PAD"], tile.block_n, MIN_SPLIT_KEYS, MERGE_STEP, constants["PRECISE"], num_warps=2,
     )  # fmt: skip

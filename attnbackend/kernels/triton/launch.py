@@ -14,8 +14,9 @@ import torch
 
 from . import checks
 from .bounds import MAX_REACH
-from .codec import FLOAT8_FORMATS, TRITON_DTYPE, kernel_view, product_dtype, stored_format
+from .codec import FINITE_MAX, FLOAT8_FORMATS, TRITON_DTYPE, kernel_view, product_dtype, stored_format
 from .config import padded_size
+from .quantize import output_group
 
 DEVICE_CHECKED = (
     "key_cache",
@@ -30,6 +31,8 @@ DEVICE_CHECKED = (
     "v_scale",
     "lse",
     "bidirectional_ranges",
+    "output_scale",
+    "output_block_scale",
 )
 _HERE: AbstractContextManager[Any] = nullcontext()
 
@@ -72,13 +75,13 @@ class Launch(NamedTuple):
     """What the block table has room for: its width times the block size."""
     tensors: tuple[Any, ...]
     """query, key_cache, value_cache, output, lse, query_start_loc, seq_lens, block_table,
-    alibi_slopes, sinks, k_scale, v_scale, bidirectional_ranges"""
+    alibi_slopes, sinks, k_scale, v_scale, bidirectional_ranges, output_scale, output_block_scale"""
     numbers: tuple[Any, ...]
-    """scale, soft_cap, reach, number of ranges, then the strides"""
+    """scale, soft_cap, reach, number of ranges, then the strides, that of output_block_scale last"""
 
     @property
     def ranges(self) -> torch.Tensor | None:
-        return self.tensors[-1]
+        return self.tensors[12]
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -108,6 +111,11 @@ class Launch(NamedTuple):
             return False
         places = (self.value_size, *self.numbers[9:12], self.tensors[2].data_ptr())
         return not any(place % 2 for place in places)
+
+    @property
+    def out_scales(self) -> tuple[Any, Any, int]:
+        """output_scale, output_block_scale and its stride."""
+        return *self.tensors[13:15], self.numbers[-1]
 
     @property
     def out_strides(self) -> tuple[int, ...]:
@@ -163,6 +171,7 @@ def make_plan(
     sliding_window: int | None,
     attention_chunk_size: int | None,
     logits_soft_cap: float,
+    out_group: int,
 ) -> Plan:
     """Validate and lay out what a layer repeats. `dtypes`: query, key, value cache, output.
 
@@ -187,6 +196,8 @@ def make_plan(
         "DV_PAD": padded_size(value_size),
         "DOT": TRITON_DTYPE[product],
         "PRECISE": dtypes[0] == torch.float32,
+        "OUT_LIMIT": FINITE_MAX.get(dtypes[3], 0.0),
+        "OUT_GROUP": out_group,
         **dict(zip(("Q_FMT", "K_FMT", "V_FMT", "OUT_FMT", "SINK_FMT"), formats, strict=True)),
     }
     unusual = formats if set(formats) != {"native"} else None
@@ -222,6 +233,8 @@ def prepare(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     lse: torch.Tensor | None,
+    output_scale: torch.Tensor | None,
+    output_block_scale: torch.Tensor | None,
     key_start_loc: torch.Tensor | None = None,
 ) -> Launch:
     """Validate a call and lay out its arguments. ValueError for what the kernels cannot do.
@@ -233,7 +246,8 @@ def prepare(
     checks.check_same_device(
         where, query, DEVICE_CHECKED,
         (key_cache, value_cache, output, query_start_loc, seq_lens, block_table,
-         alibi_slopes, sinks, k_scale, v_scale, lse, bidirectional_ranges),
+         alibi_slopes, sinks, k_scale, v_scale, lse, bidirectional_ranges, output_scale,
+         output_block_scale),
     )  # fmt: skip
     q, k, v, out, table_row = _checked_strides(
         where, query, key_cache, value_cache, output, query_start_loc, seq_lens, block_table
@@ -250,6 +264,7 @@ def prepare(
         (query.dtype, key_cache.dtype, value_cache.dtype, output.dtype),
         torch.float32 if sinks is None else sinks.dtype,
         query.device, causal, sliding_window, attention_chunk_size, logits_soft_cap,
+        output_group(where, output, output_scale, output_block_scale),
     )  # fmt: skip
     kv_heads, value_size = value_shape[-2:]
     if output.shape != (tokens, heads, value_size):
@@ -275,13 +290,17 @@ def prepare(
         table_row,
         checks.scale_stride(where, "k_scale", k_scale, kv_heads),
         checks.scale_stride(where, "v_scale", v_scale, kv_heads),
+        0 if output_block_scale is None else output_block_scale.stride(0),
     )
     named_tensors = (query, key_cache, value_cache, output, sinks)
     if plan.formats is not None:
         named_tensors = _views(named_tensors, plan.formats)
     *four, sinks = named_tensors
     metadata = query_start_loc, seq_lens, block_table if key_start_loc is None else key_start_loc
-    tensors = (*four, lse, *metadata, alibi_slopes, sinks, k_scale, v_scale, bidirectional_ranges)
+    tensors = (
+        *four, lse, *metadata, alibi_slopes, sinks, k_scale, v_scale, bidirectional_ranges, output_scale,
+        output_block_scale,
+    )  # fmt: skip
     max_keys = key_cache.shape[0] if block_table is None else block_table.shape[1] * value_shape[1]
     return Launch(plan, tokens, rows, heads, kv_heads, value_size, max_keys, tensors, numbers)
 

@@ -185,8 +185,8 @@ def _merge(call: MLACall, num_splits: int, partial: torch.Tensor) -> None:
     lse_strides = (0, 0) if call.lse is None else call.lse.stride()
     out_format = _formats(call)[1]
     merge_tokens_kernel[(heads, tokens)](
-        partial, kernel_view(call.output, out_format), call.lse, *call.output.stride()[:2], *lse_strides,
-        num_splits, out_format, rank, padded_size(rank), MERGE_STEP,
+        partial, kernel_view(call.output, out_format), call.lse, None, None, 0, *call.output.stride()[:2],
+        *lse_strides, num_splits, out_format, 0, 0, rank, padded_size(rank), MERGE_STEP,
         call.query_latent.dtype == torch.float32, num_warps=4,
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from .bounds import key_bounds, key_ranges, widened
 from .config import TileConfig, batch_kind, heads_per_tile, is_prefill, pieces_per_kv_head, tile_config
 from .launch import NO_OWN_TOKENS, Launch, OwnTokens, on_device_of, own_tokens, prepare
 from .partials import launch_merge_tokens, partial_buffer, split_size, store_partial
+from .quantize import group_places, store_output
 from .splits import MIN_SPLIT_KEYS, decode_num_splits, processor_count
 from .tile import (
     all_columns,
@@ -28,7 +29,6 @@ from .tile import (
     no_values,
     normalise,
     start_state,
-    store_rows,
 )
 
 WHERE = "paged_attention"
@@ -63,6 +63,8 @@ def find_row(starts_ptr: tl.tensor, tile: tl.tensor, num_rows: tl.tensor, Q: tl.
         "k_scale_ptr",
         "v_scale_ptr",
         "ranges_ptr",
+        "out_scale_ptr",
+        "block_scale_ptr",
         "partial_ptr",
     ],
 )
@@ -80,6 +82,8 @@ def paged_attention_kernel(
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
     ranges_ptr: tl.tensor,
+    out_scale_ptr: tl.tensor,
+    block_scale_ptr: tl.tensor,
     scale: tl.tensor,
     soft_cap: tl.tensor,
     reach: tl.tensor,
@@ -99,6 +103,7 @@ def paged_attention_kernel(
     table_row: tl.tensor,
     k_scale_head: tl.tensor,
     v_scale_head: tl.tensor,
+    block_scale_token: tl.tensor,
     num_tokens: tl.tensor,
     num_rows: tl.tensor,
     num_splits: tl.tensor,
@@ -120,6 +125,8 @@ def paged_attention_kernel(
     DV_PAD: tl.constexpr,
     DOT: tl.constexpr,
     PRECISE: tl.constexpr,
+    OUT_LIMIT: tl.constexpr,
+    OUT_GROUP: tl.constexpr,
     Q_FMT: tl.constexpr,
     K_FMT: tl.constexpr,
     V_FMT: tl.constexpr,
@@ -226,7 +233,11 @@ def paged_attention_kernel(
     value_scale = head_scale(v_scale_ptr, kv_head, v_scale_head)
     if partial_ptr is None:
         rows = normalise(acc, row_sum) * value_scale
-        store_rows(out_ptr, token64 * out_token + head64 * out_head, rows, keep, DV, DV_PAD, OUT_FMT)
+        store_output(
+            out_ptr, token64 * out_token + head64 * out_head, rows, keep, out_scale_ptr, block_scale_ptr,
+            group_places(token64, head64, block_scale_token, DV, OUT_GROUP),
+            DV, DV_PAD, OUT_FMT, OUT_LIMIT, OUT_GROUP,
+        )  # fmt: skip
         if lse_ptr is not None:
             lse_offsets = token64 * lse_token + head64 * lse_head
             tl.store(lse_ptr + lse_offsets, natural_lse(row_max, row_sum, PRECISE), mask=keep)
@@ -257,6 +268,8 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    output_scale: torch.Tensor | None = None,
+    output_block_scale: torch.Tensor | None = None,
     key_start_loc: torch.Tensor | None = None,
     key: torch.Tensor | None = None,
     value: torch.Tensor | None = None,
@@ -272,6 +285,10 @@ def paged_attention(
     bidirectional_ranges int32 [R, G, 2], positions [start, end) that see all of each other, for
     causal attention over a cache; k_scale, v_scale float32 [1] or [Hk], real value = stored *
     scale; lse float32 [T, H], written as natural logarithms.
+
+    output float8_e4m3fn or float8_e5m2: real value = stored * scale, with output_scale float32 [1] given, or
+    output_block_scale float32 [T, G] written, one for each of a token's G groups of H * Dv / G elements; a
+    group lies in one head, and both sizes are powers of two.
 
     block_table None: there is no cache. key_cache is key [T, Hk, D] and value_cache value
     [T, Hk, Dv], and a row's keys are its own tokens: query_start_loc[i] and the seq_lens[i] - 1
@@ -295,7 +312,8 @@ def paged_attention(
     launch = prepare(
         WHERE, query, key_cache, value_cache, output, query_start_loc, seq_lens,
         block_table, scale, causal, sliding_window, attention_chunk_size, logits_soft_cap,
-        alibi_slopes, sinks, bidirectional_ranges, k_scale, v_scale, lse, key_start_loc,
+        alibi_slopes, sinks, bidirectional_ranges, k_scale, v_scale, lse, output_scale, output_block_scale,
+        key_start_loc,
     )  # fmt: skip
     plan, tokens, rows = launch.plan, launch.tokens, launch.rows
     if tokens == 0:

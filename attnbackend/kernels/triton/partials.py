@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from .checks import check_same_device, fail
-from .codec import encode
 from .launch import Launch
+from .quantize import group_places, store_output
 from .splits import decode_workspace_size
 from .tile import divide, natural_lse, power, store_rows
 
@@ -87,17 +87,52 @@ def merged(
     return divide(acc, divisor, PRECISE), top, total
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["lse_ptr", "partial_ptr"])
+@triton.jit
+def store_head(
+    out_ptr: tl.tensor,
+    token: tl.tensor,
+    head: tl.tensor,
+    row: tl.tensor,
+    out_scale_ptr: tl.tensor,
+    block_scale_ptr: tl.tensor,
+    block_scale_token: tl.tensor,
+    out_token: tl.tensor,
+    out_head: tl.tensor,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    OUT_FMT: tl.constexpr,
+    OUT_LIMIT: tl.constexpr,
+    OUT_GROUP: tl.constexpr,
+) -> None:
+    """Write one float32 row [DV_PAD] of the output: a tile of one."""
+    first = tl.zeros([1], tl.int64)
+    token64, head64 = first + token, first + head
+    store_output(
+        out_ptr, token64 * out_token + head64 * out_head, row[None, :], first == 0, out_scale_ptr,
+        block_scale_ptr, group_places(token64, head64, block_scale_token, DV, OUT_GROUP),
+        DV, DV_PAD, OUT_FMT, OUT_LIMIT, OUT_GROUP,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_splits"],
+    do_not_specialize_on_alignment=["lse_ptr", "out_scale_ptr", "block_scale_ptr", "partial_ptr"],
+)
 def merge_tokens_kernel(
     partial_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
+    out_scale_ptr: tl.tensor,
+    block_scale_ptr: tl.tensor,
+    block_scale_token: tl.tensor,
     out_token: tl.tensor,
     out_head: tl.tensor,
     lse_token: tl.tensor,
     lse_head: tl.tensor,
     num_splits: tl.tensor,
     OUT_FMT: tl.constexpr,
+    OUT_LIMIT: tl.constexpr,
+    OUT_GROUP: tl.constexpr,
     DV: tl.constexpr,
     DV_PAD: tl.constexpr,
     STEP: tl.constexpr,
@@ -106,12 +141,13 @@ def merge_tokens_kernel(
     """One token and head: all of its splits have written their part."""
     head, num_heads = tl.program_id(0), tl.num_programs(0)
     token64 = tl.program_id(1).to(tl.int64)
-    columns = tl.arange(0, DV_PAD)
     first_part = (token64 * num_heads + head) * num_splits
     parts = tl.num_programs(1).to(tl.int64) * num_heads * num_splits
     mean, top, total = merged(partial_ptr, first_part, parts, num_splits, DV, DV_PAD, STEP, PRECISE)
-    out_ptr += token64 * out_token + head.to(tl.int64) * out_head
-    tl.store(out_ptr + columns, encode(mean, out_ptr.dtype.element_ty, OUT_FMT), mask=columns < DV)
+    store_head(
+        out_ptr, token64, head, mean, out_scale_ptr, block_scale_ptr, block_scale_token, out_token, out_head,
+        DV, DV_PAD, OUT_FMT, OUT_LIMIT, OUT_GROUP,
+    )  # fmt: skip
     if lse_ptr is not None:
         lse = natural_lse(top, total, PRECISE)
         tl.store(lse_ptr + token64 * lse_token + head.to(tl.int64) * lse_head, lse)
@@ -145,6 +181,7 @@ def launch_merge_tokens(launch: Launch, num_splits: int, partial: torch.Tensor) 
     constants = launch.plan.constants
     out, lse = launch.tensors[3:5]
     merge_tokens_kernel[(launch.heads, launch.tokens)](
-        partial, out, lse, *launch.out_strides, num_splits, constants["OUT_FMT"],
-        launch.value_size, constants["DV_PAD"], MERGE_STEP, constants["PRECISE"], num_warps=2,
+        partial, out, lse, *launch.out_scales, *launch.out_strides, num_splits, constants["OUT_FMT"],
+        constants["OUT_LIMIT"], constants["OUT_GROUP"], launch.value_size,
+        constants["DV_PAD"], MERGE_STEP, constants["PRECISE"], num_warps=2,
     )  # fmt: skip
