@@ -235,6 +235,17 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """How much of this backend a CUDA graph can hold for layers of this spec."""
         return cls.cudagraph_support
 
+    def plans_each_replay(self, max_query_len: int) -> bool:
+        """Whether `build` must be called before a graph is replayed.
+
+        It need not be where a plan only names the tensors of the batch: the graph knows these, and what they
+        hold is the step's.
+
+        Args:
+            max_query_len: what the graph was captured for.
+        """
+        return True
+
     @abstractmethod
     def build(
         self,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnbackend import AttentionCGSupport, CUDAGraphMode, Engine, SamplingParams, registry_scope
 from attnbackend.backend import AttentionBackend
+from attnbackend.backends.standard import BatchMetadataBuilder
 from attnbackend.compiler import make_compiler
 from attnbackend.cudagraph import RecordedGraphs
 from attnbackend.integrations import transformers as transformers_models
@@ -244,6 +245,40 @@ def test_a_plan_in_new_memory_is_refused_by_name(model: Any) -> None:
     register_backend("HONEST_ALWAYS")(backend_of(AttentionCGSupport.ALWAYS, NewTensors))
     engine = serve(model, "HONEST_ALWAYS", None)
     with pytest.raises(RuntimeError, match=r"plan 0 of HONEST_ALWAYS.*seq_lens has address"):
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3))
+
+
+@pytest.mark.parametrize("overrides", [False, True])
+def test_replays_plan_anew_only_where_a_plan_is_more_than_the_batch(
+    model: Any, monkeypatch: pytest.MonkeyPatch, overrides: bool
+) -> None:
+    built, build = 0, BatchMetadataBuilder.build
+
+    def counted(*args: Any) -> Any:
+        nonlocal built
+        built += 1
+        return build(*args)
+
+    class OwnBuild(HonestBuilder):
+        build = counted
+
+    if not overrides:
+        monkeypatch.setattr(BatchMetadataBuilder, "build", counted)
+    register_backend("HONEST_ALWAYS")(backend_of(ALWAYS, OwnBuild if overrides else HonestBuilder))
+    engine = serve(model, "HONEST_ALWAYS", None)
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3))
+    built = 0
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=9))
+    assert built == (9 if overrides else 0)
+
+
+def test_a_batch_in_other_memory_is_refused_by_name(model: Any) -> None:
+    register_backend("HONEST_ALWAYS")(backend_of(ALWAYS))
+    engine = serve(model, "HONEST_ALWAYS", None)
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3))
+    device = engine.input_batch.buffers.device
+    device["seq_lens"] = device["seq_lens"].clone()
+    with pytest.raises(RuntimeError, match=r"(?s)cannot be replayed: seq_lens has address"):
         engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3))
 
 

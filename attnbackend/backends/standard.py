@@ -40,6 +40,9 @@ class BatchMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
     ) -> AttentionMetadata:
         return AttentionMetadata(common=common_attn_metadata)
 
+    def plans_each_replay(self, max_query_len: int) -> bool:
+        return type(self).build is not BatchMetadataBuilder.build
+
 
 class StandardImpl(AttentionImpl):
     """For kernels that take no query scale, and may write no quantised output: both are done around them."""

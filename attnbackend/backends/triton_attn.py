@@ -72,6 +72,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             cascade = self._planner.split(common_prefix_len, common_attn_metadata)
         return TritonMetadata(common=common_attn_metadata, is_decode=is_decode, cascade=cascade)
 
+    def plans_each_replay(self, max_query_len: int) -> bool:
+        return type(self).build is not TritonMetadataBuilder.build
+
     def _cuts(self, common_prefix_len: int, common: CommonAttentionMetadata) -> bool:
         return use_cascade(
             self.params, common_prefix_len, num_reqs=common.num_reqs,

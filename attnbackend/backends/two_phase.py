@@ -114,6 +114,10 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
             )
         return TwoPhaseMetadata(common=common, phases=phases)
 
+    def plans_each_replay(self, max_query_len: int) -> bool:
+        """As the one phase that is in the graph."""
+        return (self._decode if max_query_len <= 1 else self._prefill).plans_each_replay(max_query_len)
+
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> TwoPhaseMetadata:
         common = common_attn_metadata
         if common.max_query_len <= 1:

@@ -27,12 +27,16 @@ class PreparedStep:
     work: Work
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     """In which calls between pieces run."""
+    lasts: bool = False
+    """It serves every batch in the same tensors: nothing is planned anew."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Captured:
     graph: Graph
     records: dict[str, TensorRecord]
+    checked: PreparedStep | None = None
+    """A step that lasts, and whose tensors are where the graph reads them."""
 
 
 @dataclass
@@ -84,7 +88,9 @@ class GraphedSteps:
             RuntimeError: a tensor is not where the graph reads it.
         """
         captured = self._captured[key]
-        check_unmoved(key.descriptor, captured.records, step.tensors)
+        if step is not captured.checked:
+            check_unmoved(key.descriptor, captured.records, step.tensors)
+            captured.checked = step if step.lasts else None
         self.long_lived.check_some(key.descriptor)
         if poisoned:
             captured.graph.poison()

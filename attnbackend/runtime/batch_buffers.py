@@ -68,12 +68,24 @@ class StepBuffers:
         self.device = {name: on_device[name] for name in model}
         self.fed_tokens, self.fed_rows = on_device["fed_tokens"], on_device["fed_rows"]
         self.sampling_device = {name: on_device[name] for name in sampling}
-        arrays: dict[str, IntArray] = {name: view.numpy() for name, view in self.host.items()}
+        arrays = _arrays(self.host)
         self.input_ids_T, self.positions_T = arrays["input_ids"], arrays["positions"]
         self.slot_mapping_T, self.logits_indices_N = arrays["slot_mapping"], arrays["logits_indices"]
         self.query_start_loc_R, self.seq_lens_R = arrays["query_start_loc"], arrays["seq_lens"]
         self.fed_tokens_R, self.fed_rows_R = arrays["fed_tokens"], arrays["fed_rows"]
         self.sampling = {name: arrays[name] for name in sampling}
+        self._packed_kept = torch.zeros_like(self._packed_host, pin_memory=False)
+        self._whole, self._whole_kept = self._packed_host.numpy(), self._packed_kept.numpy()
+        self.kept = _arrays(_views(self._packed_kept, sizes))
+        """The arrays by name as they were at the last `keep`; whoever keeps them may change them."""
+
+    def keep(self) -> None:
+        """Copy the host side to `kept`."""
+        self._whole_kept[:] = self._whole
+
+    def restore(self) -> None:
+        """Make the host side what `kept` is."""
+        self._whole[:] = self._whole_kept
 
     def sampling_plan(self, sampled: SampledRows) -> SamplingPlan:
         """Write the rows that sample, before `upload`; the plan is good after it."""
@@ -98,6 +110,10 @@ def _views(packed: Tensor, sizes: dict[str, tuple[int, torch.dtype]]) -> dict[st
         views[name] = packed[start : start + size * dtype.itemsize].view(dtype)
         start += _padded_bytes(size, dtype)
     return views
+
+
+def _arrays(views: dict[str, Tensor]) -> dict[str, IntArray]:
+    return {name: view.numpy() for name, view in views.items()}
 
 
 class BlockTableBuffer:
@@ -140,16 +156,14 @@ class BlockTableBuffer:
         self._homes[:num_rows] = homes_R
         self._homes[num_rows : self._num_rows] = -1
         self._num_rows = num_rows
-        self._upload(changed)
+        if changed:
+            self._upload(min(changed), max(changed))
 
-    def extend(self, table: IntArray, homes_R: IntArray, appended: list[tuple[int, int]]) -> None:
-        """As `update` where no row has come, gone or moved."""
-        for row, first_column in appended:
-            self.rows[row, first_column:] = table[homes_R[row], first_column:]
-        self._upload([row for row, _ in appended])
+    def append(self, rows: IntArray, columns: IntArray, blocks: IntArray) -> None:
+        """Give some rows, ascending, a block each, and upload them; no row has come, gone or moved."""
+        self.rows[rows, columns] = blocks
+        self._upload(int(rows[0]), int(rows[-1]))
 
-    def _upload(self, changed: list[int]) -> None:
-        if not changed or self.device is self.host:
-            return
-        first, last = min(changed), max(changed)
-        self.device[first : last + 1].copy_(self.host[first : last + 1], non_blocking=True)
+    def _upload(self, first: int, last: int) -> None:
+        if self.device is not self.host:
+            self.device[first : last + 1].copy_(self.host[first : last + 1], non_blocking=True)

@@ -237,16 +237,18 @@ class ModelRunner:
             common = common.replace(max_seq_len=self.max_seq_len)
         context = self._context(common, capturing)
         plans = {f"plan {group} of {name}": plan for (group, name), plan in context.plans.items()}
-        return self._prepared(inputs, context, {**inputs.named(), **dict(plan_tensors(plans, ""))})
+        lasts = not any(builder.plans_each_replay(longest) for builder in self._builders)
+        return self._prepared(inputs, context, {**inputs.named(), **dict(plan_tensors(plans, ""))}, lasts)
 
     def _step_in_pieces(self, inputs: StepInputs, common: CommonAttentionMetadata) -> PreparedStep:
         """Attention runs anew at each replay, with the step's own plan."""
         return self._prepared(inputs, self._context(common), inputs.named())
 
     def _prepared(
-        self, inputs: StepInputs, context: ForwardContext, tensors: Mapping[str, Tensor]
+        self, inputs: StepInputs, context: ForwardContext, tensors: Mapping[str, Tensor], lasts: bool = False
     ) -> PreparedStep:
-        return PreparedStep(tensors, partial(self._forward, inputs, context), partial(self._running, context))
+        work = partial(self._forward, inputs, context)
+        return PreparedStep(tensors, work, partial(self._running, context), lasts)
 
     def _named_backend(self) -> AbstractContextManager[object]:
         """Names the engine's backend to the agnostic ops; without one, they choose as everywhere."""

@@ -72,6 +72,18 @@ class PreparedBatch:
         )
         return batch
 
+    def shares_tensors(self, other: PreparedBatch) -> bool:
+        """Whether the device's tensors are the same objects."""
+        return (
+            self.input_ids is other.input_ids
+            and self.positions is other.positions
+            and self.slot_mapping is other.slot_mapping
+            and self.logits_indices is other.logits_indices
+            and self.query_start_loc is other.query_start_loc
+            and self.seq_lens is other.seq_lens
+            and self.block_table is other.block_table
+        )
+
     @property
     def num_sampled(self) -> int:
         """How many rows of logits the step needs; 0 when all requests are inside their prompt."""

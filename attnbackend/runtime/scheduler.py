@@ -140,10 +140,11 @@ class Scheduler:
         """Give each a block or more; False, and nothing done, if one is at its end or there are too few."""
         if any(r.num_computed >= r.max_computed for r in requests):
             return False
-        if sum(map(self._missing_blocks, requests)) > self.allocator.num_free:
+        missing = list(map(self._missing_blocks, requests))
+        if sum(missing) > self.allocator.num_free:
             return False
-        for request in requests:
-            self._give_blocks(request, self._missing_blocks(request))
+        for request, num_blocks in zip(requests, missing, strict=True):
+            self._give_blocks(request, num_blocks)
         return True
 
     def _schedule_decodes(self, step: Schedule) -> None:

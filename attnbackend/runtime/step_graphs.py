@@ -159,7 +159,8 @@ class StepGraphs:
         self.steps = GraphedSteps((options.library or CUDAGraphs)(device), long_lived)
         self._lazy, self._debug = options.lazy, options.debug
         self._prepare = prepare
-        self._inputs: dict[Dispatch, StepInputs] = {}
+        self._inputs: dict[Dispatch, tuple[PreparedBatch, StepInputs]] = {}
+        self._lasting: dict[Dispatch, tuple[PreparedBatch, PreparedStep]] = {}
 
     def padded_tokens(self, shape: BatchShape) -> int:
         """Tokens that a batch of this shape runs with."""
@@ -189,23 +190,34 @@ class StepGraphs:
         assert key.descriptor.num_tokens == batch.num_padded_tokens, (key, batch.num_padded_tokens)
         if key not in self.steps:
             self._capture(key, batch)
-        prepare = partial(self._prepare, batch, self._inputs_for(key, batch), key, False)
         if self._debug:
-            return checked_replay(self.steps, key, batch, prepare)
-        return self.steps.replay(key, prepare())[: batch.num_sampled]
+            return checked_replay(self.steps, key, batch, partial(self._prepared, key, batch))
+        return self.steps.replay(key, self._step_for(key, batch))[: batch.num_sampled]
+
+    def _prepared(self, key: Dispatch, batch: PreparedBatch) -> PreparedStep:
+        return self._prepare(batch, self._inputs_for(key, batch), key, False)
+
+    def _step_for(self, key: Dispatch, batch: PreparedBatch) -> PreparedStep:
+        """The batch as a step, or one that was prepared before and serves it too."""
+        found = self._lasting.get(key)
+        if found is not None and found[0].shares_tensors(batch):
+            return found[1]
+        step = self._prepared(key, batch)
+        if step.lasts:
+            self._lasting[key] = batch, step
+        return step
 
     def _inputs_for(self, key: Dispatch, batch: PreparedBatch) -> StepInputs:
         """Views of the batch's persistent tensors, made once for each graph."""
         found = self._inputs.get(key)
-        if found is None:
+        if found is None or not found[0].shares_tensors(batch):
             tokens, most = key.descriptor.num_tokens, len(batch.seq_lens)
             reqs = most if key.descriptor.num_reqs is None else key.descriptor.num_reqs
             uniform = self.dispatcher.uniform_query_len
             decode_only = key.descriptor.uniform and uniform == 1
-            found = self._inputs[key] = inputs_of(
-                batch, tokens, reqs, min(tokens, reqs * uniform), decode_only
-            )
-        return found
+            inputs = inputs_of(batch, tokens, reqs, min(tokens, reqs * uniform), decode_only)
+            found = self._inputs[key] = batch, inputs
+        return found[1]
 
     def stats(self) -> Mapping[str, int]:
         """Replays by kind of graph."""
