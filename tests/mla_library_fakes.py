@@ -68,11 +68,13 @@ class FakeLatents(LatentProvider):
 
 
 class _LatentWrapper:
-    """FlashInfer: an LSE of base 2, zeros and -5e4 where there is no key, a mean before the first one."""
+    """FlashInfer: an LSE of base 2; without keys zeros and -inf on Hopper, a mean and -5e4 elsewhere."""
 
     made: ClassVar[list[_LatentWrapper]] = []
+    kernels: ClassVar[str] = "fa2"
 
     def __init__(self, workspace: Tensor, backend: str, **buffers: Any) -> None:
+        self._backend = self.kernels
         self.buffers, self.plans = buffers, 0
         type(self).made.append(self)
 
@@ -102,8 +104,9 @@ class _LatentWrapper:
             pages = self.indices[self.starts[row] : self.starts[row + 1]]
             k = latent_rows(cache, pages, keys).expand(-1, query.shape[1], -1)
             found, own, seen = attend(query[tokens], k, k[..., :RANK], self.scale, True)
-            out[tokens] = torch.where(seen.view(-1, 1, 1), found, 7.0).to(out.dtype)
-            lse[tokens] = torch.where(seen.view(-1, 1), own / math.log(2), -5e4)
+            unseen = (0.0, -math.inf) if self._backend == "fa3" else (7.0, -5e4)
+            out[tokens] = torch.where(seen.view(-1, 1, 1), found, unseen[0]).to(out.dtype)
+            lse[tokens] = torch.where(seen.view(-1, 1), own / math.log(2), unseen[1])
 
 
 class _RaggedWrapper:

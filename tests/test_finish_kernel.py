@@ -36,6 +36,11 @@ def test_rows_among_many(causal: bool) -> None:
     finish_attention(
         got, got_lse, got_lse, starts.to(DEVICE), torch.tensor(lens).int().to(DEVICE), causal=causal
     )
+    without_lse = out.clone().to(DEVICE)
+    finish_attention(
+        without_lse, None, None, starts.to(DEVICE), torch.tensor(lens).int().to(DEVICE), causal=causal
+    )
     assert 0 < int(seen.sum()) < tokens
+    assert torch.equal(without_lse, got)
     assert torch.equal(got.cpu(), torch.where(seen.view(-1, 1, 1), out, 0.0))
     assert torch.equal(got_lse.cpu(), torch.where(seen.view(-1, 1), lse, -torch.inf))

@@ -63,6 +63,14 @@ def test_what_the_backend_does_beside_the_library_is_right(
     assert problem_of(backend, torch.bfloat16, block_size, heads, device="cpu") is None
 
 
+def test_flashinfer_of_hopper_leaves_only_padding_to_do(
+    libraries: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libraries.BatchMLAPagedAttentionWrapper, "kernels", "fa3")
+    monkeypatch.setattr(FlashInferMLABackend.get_impl_cls(), "finish", None)
+    assert problem_of(FlashInferMLABackend, torch.bfloat16, 64, 16, device="cpu") is None
+
+
 @pytest.mark.parametrize(
     ("fault", "words"), [("writes_nothing", "NaN in places"), ("wrong_lse", "LSE is off")]
 )

@@ -6,6 +6,7 @@ Shape legend: Q requests, T tokens, H heads, W table width.
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -53,6 +54,8 @@ class LatentPlanner(Planner):
             buffers = {k: torch.zeros(n, dtype=torch.int32, device=device) for k, n in sizes.items()}
             buffers["use_cuda_graph"] = True
         self.wrapper = mla.BatchMLAPagedAttentionWrapper(_workspace(device), backend="auto", **buffers)
+        self.clears = getattr(self.wrapper, "_backend", None) == "fa3"
+        """Hopper's kernel gives zeros and -inf where no key is seen; the others leave a mean and -5e4."""
 
     def plan(self, batch: CommonAttentionMetadata) -> None:
         """Plans a batch whose lengths are known on the host."""
@@ -155,7 +158,17 @@ class FlashInferMLAImpl(LibraryRows, MLACommonImpl):
             planner.attend(query_latent[:tokens], query_rope[:tokens], kv_cache, target, lse[:tokens])
             if target.data_ptr() != output.data_ptr():
                 output[:tokens].copy_(target)
-        self.finish(output, lse, attn_metadata.common, tensors)
+        if planner is None or not planner.clears:
+            self.finish(output, lse, attn_metadata.common, tensors)
+        else:
+            self._finish_padding(output, lse, tokens, tensors)
+
+    def _finish_padding(self, output: Tensor, lse: Tensor, tokens: int, tensors: MLATensors) -> None:
+        if tokens < len(output):
+            output[tokens:] = 0
+            lse[tokens:] = -math.inf
+        if tensors.lse is not None and tensors.lse is not lse:
+            tensors.lse.copy_(lse)
 
 
 class FlashInferMLABackend(LibraryMLABackend):

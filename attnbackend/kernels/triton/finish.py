@@ -32,6 +32,48 @@ def row_of(token: tl.tensor, starts_ptr: tl.tensor, num_rows: tl.tensor) -> tl.t
     return row
 
 
+@triton.jit
+def place_of(
+    token: tl.tensor, starts_ptr: tl.tensor, lens_ptr: tl.tensor, num_rows: tl.tensor, CAUSAL: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Whether a token's row has no keys, and whether the token sees none; padding tokens have none."""
+    row = row_of(token, starts_ptr, num_rows)
+    inside = row < num_rows
+    seq_len = tl.load(lens_ptr + row, mask=inside, other=0)
+    no_keys = seq_len == 0
+    unseen = no_keys
+    if CAUSAL:
+        stop = tl.load(starts_ptr + row + 1, mask=inside, other=0)
+        unseen = no_keys | (seq_len - stop + token < 0)
+    return no_keys, unseen
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])
+def clear_kernel(
+    out_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    out_token: tl.tensor,
+    out_head: tl.tensor,
+    num_rows: tl.tensor,
+    num_heads: tl.tensor,
+    CAUSAL: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
+) -> None:
+    """Zeros for tokens that see no key; one program a token, which has nothing to do as a rule."""
+    token = tl.program_id(0).to(tl.int64)
+    _, unseen = place_of(token, starts_ptr, lens_ptr, num_rows, CAUSAL)
+    if unseen:
+        column = tl.arange(0, DV_PAD).to(tl.int64)
+        for first in range(0, num_heads, HEADS):
+            head = (first + tl.arange(0, HEADS)).to(tl.int64)
+            mask = (head < num_heads)[:, None] & (column < DV)[None, :]
+            ptrs = out_ptr + token * out_token + (head * out_head)[:, None] + column[None, :]
+            tl.store(ptrs, tl.zeros([HEADS, DV_PAD], tl.float32).to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "num_heads", "group", "scale_head", "in_token", "in_head", "lse_token"]
 )
@@ -62,14 +104,7 @@ def finish_kernel(
     HEADS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    row = row_of(token, starts_ptr, num_rows)
-    inside = row < num_rows
-    seq_len = tl.load(lens_ptr + row, mask=inside, other=0)
-    stop = tl.load(starts_ptr + row + 1, mask=inside, other=0)
-    no_keys = seq_len == 0
-    unseen = no_keys
-    if CAUSAL:
-        unseen = no_keys | (seq_len - stop + token < 0)
+    no_keys, unseen = place_of(token, starts_ptr, lens_ptr, num_rows, CAUSAL)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     keep = head < num_heads
     # Of one shape with the heads: Triton's interpreter mixes no scalar into a mask.
@@ -141,6 +176,13 @@ def finish_attention(
     kv_heads = 1 if v_scale is None else v_scale.numel()
     strides = (0, 0) if lse_in is None else lse_in.stride()
     rows = seq_lens.shape[0]
+    if lse is None and sinks is None and v_scale is None:
+        with on_device_of(out):
+            clear_kernel[(tokens,)](
+                out, query_start_loc, seq_lens, *out.stride()[:2], rows, heads, causal, size, width,
+                tile_heads, num_warps=4,
+            )  # fmt: skip
+        return
     with on_device_of(out):
         finish_kernel[(tokens, -(-heads // tile_heads))](
             out, lse_in, lse, query_start_loc, seq_lens, sinks, v_scale,
