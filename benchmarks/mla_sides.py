@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnbackend import AttentionSelectorConfig, CommonAttentionMetadata, resolve_backend
+from attnbackend.backends.mla.flashmla import flash_mla, flash_mla_problem, takes_out
 from attnbackend.impl import AttentionParams, MLADims
 from attnbackend.kv_cache import spec_of
 from attnbackend.metadata import AttentionMetadata, BatchLimits
@@ -174,20 +175,20 @@ def fa3_direct(inputs: Inputs, output: Tensor) -> Run:
 
 
 def flash_mla_direct(inputs: Inputs, output: Tensor) -> Run:
-    try:
-        import flash_mla
-    except ImportError as error:
-        raise Unserved(f"ImportError: {error}") from None
-    batch, heads = inputs.common, inputs.query.shape[1]
+    if problem := flash_mla_problem(("get_mla_metadata",)):
+        raise Unserved(problem)
+    library, batch, heads = flash_mla(), inputs.common, inputs.query.shape[1]
     query = inputs.query.view(batch.seq_lens.shape[0], -1, heads, RANK + ROPE)
+    place = {"out": output.view(*query.shape[:3], RANK)} if takes_out(library.flash_mla_with_kvcache) else {}
 
     def run() -> None:
-        schedule, splits = flash_mla.get_mla_metadata(batch.seq_lens, query.shape[1] * heads, 1)
-        out, _ = flash_mla.flash_mla_with_kvcache(
+        schedule, splits = library.get_mla_metadata(batch.seq_lens, query.shape[1] * heads, 1)
+        out, _ = library.flash_mla_with_kvcache(
             query, inputs.kv_cache.unsqueeze(2), batch.block_table, batch.seq_lens, RANK, schedule, splits,
-            softmax_scale=SCALE, causal=True,
+            softmax_scale=SCALE, causal=True, **place,
         )  # fmt: skip
-        output.copy_(out.view_as(output))
+        if not place:
+            output.copy_(out.view_as(output))
 
     return run
 

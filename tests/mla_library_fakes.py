@@ -180,7 +180,7 @@ def _get_mla_metadata(lens: Tensor | None, queries: int, kv_heads: int, **more: 
 def _flash_mla_with_kvcache(
     q: Tensor, cache: Tensor, table: Tensor | None, lens: Tensor | None, rank: int, schedule: _Schedule,
     splits: None, *, softmax_scale: float, causal: bool = False, is_fp8_kvcache: bool = False,
-    indices: Tensor | None = None,
+    indices: Tensor | None = None, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     assert rank == RANK
     assert q.is_contiguous()
@@ -189,16 +189,15 @@ def _flash_mla_with_kvcache(
         found = [
             _selected(x, rows, i, softmax_scale) for x, i in zip(q.flatten(0, 1), indices[:, 0], strict=True)
         ]
-        out, lse = (torch.stack(parts) for parts in zip(*found, strict=True))
-        return out.to(q.dtype).unsqueeze(1), lse.unsqueeze(-1)
+        stacked, lse = (torch.stack(parts) for parts in zip(*found, strict=True))
+        return stacked.to(q.dtype).unsqueeze(1), lse.unsqueeze(-1)
     assert table is not None
     assert lens is not None
     assert schedule.lens is lens
     assert schedule.queries == q.shape[1] * q.shape[2]
-    out, lse = (
-        torch.full((*q.shape[:3], RANK), NAN, dtype=q.dtype),
-        torch.full((len(q), q.shape[2], q.shape[1]), NAN),
-    )
+    lse = torch.full((len(q), q.shape[2], q.shape[1]), NAN)
+    if out is None:
+        out = torch.full((*q.shape[:3], RANK), NAN, dtype=q.dtype)
     for row, keys in enumerate(lens.tolist()):
         k = latent_rows(cache[:, :, 0], table[row, : -(-keys // cache.shape[1])], keys).expand(
             -1, q.shape[2], -1

@@ -44,10 +44,10 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
-def make_engine(model: Any, backend: str, *, compile: bool = False) -> Engine:
+def make_engine(model: Any, backend: str, *, compile: bool = False, **options: Any) -> Engine:
     engine = Engine(
         model, backend=backend, compile=compile, num_blocks=12, max_num_seqs=4, max_model_len=64,
-        max_num_batched_tokens=MAX_TOKENS_A_STEP,
+        max_num_batched_tokens=MAX_TOKENS_A_STEP, **options,
     )  # fmt: skip
     for kv_cache in engine.runner.kv_caches.values():  # type: ignore[attr-defined]
         kv_cache.fill_(float("nan"))
@@ -87,14 +87,15 @@ def _record(
 ) -> Tensor:  # fmt: skip
     """Runs a step with logits after every token of it, notes them, and returns those that were asked for."""
     tokens = range(batch.num_tokens)
-    logits_TV = execute(replace(batch, logits_indices=torch.tensor(tokens), sampled_rows=tuple(tokens)))
+    every = torch.tensor(tokens, device=batch.logits_indices.device)
+    logits_TV = execute(replace(batch, logits_indices=every, sampled_rows=tuple(tokens))).cpu()
     starts = batch.query_start_loc_cpu.tolist()
     for row, request_id in enumerate(batch.request_ids):
         chunks[request_id] = chunks.get(request_id, 0) + bool(batch.is_prefilling_cpu[row])
         first_position = int(batch.seq_lens_cpu[row]) - (starts[row + 1] - starts[row])
         for offset, token in enumerate(range(starts[row], starts[row + 1])):
             rows.append(Row(request_id, first_position + offset, _kind(batch, row), logits_TV[token]))
-    return logits_TV[batch.logits_indices[: batch.num_sampled]]
+    return logits_TV[batch.logits_indices[: batch.num_sampled].cpu()].to(every.device)
 
 
 def _kind(batch: PreparedBatch, row: int) -> str:

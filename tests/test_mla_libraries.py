@@ -9,7 +9,7 @@ import pytest
 import torch
 from mla_library_fakes import FakeLatents, FakePrefill, fake_flash_mla, fake_flashinfer, fake_vllm_ops
 
-from attnbackend.backends.mla import flash_attn_mla, flashinfer_mla, library, prefill_flash_attn
+from attnbackend.backends.mla import flash_attn_mla, flashinfer_mla, flashmla, library, prefill_flash_attn
 from attnbackend.backends.mla.cutlass_mla import CutlassMLABackend
 from attnbackend.backends.mla.flash_attn_mla import FlashAttentionMLABackend
 from attnbackend.backends.mla.flashinfer_mla import FlashInferMLABackend, FlashInferMLAMetadataBuilder
@@ -48,6 +48,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "vllm._custom_ops", fake_vllm_ops())
     monkeypatch.setattr(flash_attn_mla, "installed", lambda: [FakeLatents()])
     monkeypatch.setattr(library, "_FOUND", {})
+    flashmla.flash_mla.cache_clear()
     monkeypatch.setattr(flashinfer_mla.LatentPlanner, "_note_copy", lambda *_: None)
     return flashinfer
 
@@ -69,6 +70,16 @@ def test_flashinfer_of_hopper_leaves_only_padding_to_do(
     monkeypatch.setattr(libraries.BatchMLAPagedAttentionWrapper, "kernels", "fa3")
     monkeypatch.setattr(FlashInferMLABackend.get_impl_cls(), "finish", None)
     assert problem_of(FlashInferMLABackend, torch.bfloat16, 64, 16, device="cpu") is None
+
+
+def test_flashmla_of_an_older_version_returns_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = sys.modules["flash_mla"].flash_mla_with_kvcache
+
+    def older(*args: Any, softmax_scale: float, causal: bool) -> Any:
+        return attend(*args, softmax_scale=softmax_scale, causal=causal)
+
+    monkeypatch.setattr(sys.modules["flash_mla"], "flash_mla_with_kvcache", older)
+    assert problem_of(FlashMLABackend, torch.bfloat16, 64, 16, device="cpu") is None
 
 
 @pytest.mark.parametrize(
@@ -193,9 +204,10 @@ def prefills() -> list[Any]:
     return [FlashAttentionPrefill, FlashInferPrefill]
 
 
+@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cls", prefills())
-def test_prompts(cls: Any, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts(cls: Any, causal: bool, on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences without queries, without keys, with fewer keys than queries, and padding behind the last."""
     monkeypatch.setattr(prefill_flash_attn, "provider_for", lambda config: FakePrefill())
     rng = torch.Generator().manual_seed(0)
@@ -206,7 +218,7 @@ def test_prompts(cls: Any, causal: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     prefill = cls(MLAPrefillConfig.of(query, value), 0.2, CPU)
     metadata = MLAPrefillMetadata(
         cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=5, max_seqlen_k=7, causal=causal,
-        cu_seqlens_q_cpu=cu_q, cu_seqlens_k_cpu=cu_k,
+        cu_seqlens_q_cpu=cu_q if on_host else None, cu_seqlens_k_cpu=cu_k if on_host else None,
     )  # fmt: skip
     prefill(query, key, value, prefill.planned(metadata), output, lse)
     plain, exact = (

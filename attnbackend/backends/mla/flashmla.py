@@ -1,4 +1,4 @@
-"""`FLASHMLA`: the package flash_mla, dense decode on Hopper GPUs.
+"""`FLASHMLA`: the package flash_mla, or vLLM's build of it, dense decode on Hopper GPUs.
 
 Its kernel takes as many tokens of every request, so a batch of mixed lengths becomes one of single tokens.
 
@@ -8,7 +8,11 @@ Shape legend: Q requests, T tokens, N tokens of each request, H heads, L kv_lora
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,12 +24,42 @@ from attnbackend.impl import MLAAttentionImpl, MLATensors
 from attnbackend.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnbackend.types import AttentionCGSupport
 
-__all__ = ["FlashMLABackend", "each_token_alone", "flash_mla", "row_of_tokens"]
+__all__ = [
+    "FlashMLABackend",
+    "each_token_alone",
+    "flash_mla",
+    "flash_mla_problem",
+    "row_of_tokens",
+    "takes_out",
+]
+
+FLASH_MLA_MODULES = ("flash_mla", "vllm.third_party.flashmla.flash_mla_interface")
+"""Where the library's functions are found, best first."""
 
 
+def flash_mla_problem(names: tuple[str, ...]) -> str | None:
+    """Why no module can be used that has functions of these names."""
+    problems = [import_problem(module, names) for module in FLASH_MLA_MODULES]
+    return None if None in problems else "; ".join(map(str, problems))
+
+
+@cache
 def flash_mla() -> Any:
-    """The library."""
-    return importlib.import_module("flash_mla")
+    """The library, where `flash_mla_problem` finds none.
+
+    Raises:
+        ImportError: none is installed.
+    """
+    for module in FLASH_MLA_MODULES[:-1]:
+        with suppress(ImportError, OSError):
+            return importlib.import_module(module)
+    return importlib.import_module(FLASH_MLA_MODULES[-1])
+
+
+@cache
+def takes_out(function: Callable[..., Any]) -> bool:
+    """Whether the library's version writes where it is told to."""
+    return "out" in inspect.signature(function).parameters
 
 
 def row_of_tokens(query_start_loc: Tensor, tokens: int) -> Tensor:
@@ -84,11 +118,15 @@ class FlashMLAImpl(LibraryRows, MLACommonImpl):
             each, (lens, table) = 1, each_token_alone(batch, tokens)
         query = joined_query(query_latent, query_rope).contiguous().view(lens.shape[0], each, heads, -1)
         schedule, splits = attn_metadata.schedule(lens, each * heads)
-        out_QNHL, lse_QHN = flash_mla().flash_mla_with_kvcache(
+        attend, place = flash_mla().flash_mla_with_kvcache, {}
+        if output.is_contiguous() and takes_out(attend):
+            place = {"out": output.view(*query.shape[:3], RANK)}
+        out_QNHL, lse_QHN = attend(
             query, kv_cache.unsqueeze(2), table, lens, RANK, schedule, splits,
-            softmax_scale=self.params.scale, causal=True,
+            softmax_scale=self.params.scale, causal=True, **place,
         )  # fmt: skip
-        output.copy_(out_QNHL.reshape(tokens, heads, RANK))
+        if not place:
+            output.copy_(out_QNHL.reshape(tokens, heads, RANK))
         self.finish(output, lse_QHN.transpose(1, 2).reshape(tokens, heads), batch, tensors)
 
 
@@ -113,8 +151,8 @@ class FlashMLABackend(LibraryMLABackend):
 
     @classmethod
     def library_problem(cls) -> str | None:
-        return import_problem("flash_mla", ("flash_mla_with_kvcache", "get_mla_metadata"))
+        return flash_mla_problem(("flash_mla_with_kvcache", "get_mla_metadata"))
 
     @classmethod
     def library(cls) -> str | None:
-        return None if cls.library_problem() else "flash_mla"
+        return None if cls.library_problem() else str(flash_mla().__name__)

@@ -1,4 +1,4 @@
-"""`FLASHMLA_SPARSE`: the package flash_mla over selected tokens, of bfloat16 rows or of packed ones.
+"""`FLASHMLA_SPARSE`: the library of `FLASHMLA` over selected tokens, of bfloat16 rows or of packed ones.
 
 Shape legend: T tokens, H heads, K selected tokens, S slots of the cache, L kv_lora_rank, B blocks.
 """
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnbackend.backends.mla.common import SparseMLAMetadataBuilder, joined_query
-from attnbackend.backends.mla.flashmla import flash_mla, row_of_tokens
-from attnbackend.backends.mla.library import RANK, ROPE, LibraryMLABackend, LibraryRows, import_problem
+from attnbackend.backends.mla.flashmla import flash_mla, flash_mla_problem, row_of_tokens
+from attnbackend.backends.mla.library import RANK, ROPE, LibraryMLABackend, LibraryRows
 from attnbackend.impl import MLAAttentionImpl, MLATensors, SparseMLAAttentionImpl
 from attnbackend.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnbackend.types import AttentionCGSupport
@@ -103,6 +103,4 @@ class FlashMLASparseBackend(LibraryMLABackend):
 
     @classmethod
     def library_problem(cls) -> str | None:
-        return import_problem(
-            "flash_mla", ("flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata")
-        )
+        return flash_mla_problem(("flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"))
