@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from attnbackend.native_calls import change_python_only
+
 __all__ = [
     "Config",
     "ForcedBackend",
@@ -100,6 +102,8 @@ class set_config:
 
     def __init__(self, **changes: Any) -> None:
         self._token: Token[Config] = _CURRENT.set(replace(_CURRENT.get(), **changes))
+        self._checks = bool(changes.get("debug"))
+        change_python_only(self._checks)
 
     def __enter__(self) -> Config:
         return _CURRENT.get()
@@ -111,6 +115,7 @@ class set_config:
         traceback: TracebackType | None,
     ) -> None:
         _CURRENT.reset(self._token)
+        change_python_only(-self._checks)
 
 
 class ForcedBackend(NamedTuple):

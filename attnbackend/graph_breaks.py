@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
+
+from attnbackend.native_calls import python_only
 
 __all__ = ["Breaks", "run_between", "set_breaks"]
 
@@ -38,7 +40,8 @@ def set_breaks(breaks: Breaks | None) -> Iterator[None]:
     """Hands calls of `run_between` inside the ``with`` block to ``breaks``; None: they just run."""
     token = _CURRENT.set(breaks)
     try:
-        yield
+        with nullcontext() if breaks is None else python_only():
+            yield
     finally:
         _CURRENT.reset(token)
 

@@ -26,6 +26,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from attnbackend.backend import AttentionBackend, check_parts
+from attnbackend.native_calls import EPOCH
 
 __all__ = [
     "AttentionBackendEnum",
@@ -179,6 +180,7 @@ def registry_generation() -> int:
 
 def _changed() -> None:
     _STATE.generation += 1
+    EPOCH.value += 1
     _STATE.resolved.clear()
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from attnbackend.kernels.cpu import paged_attention
+from attnbackend.registry import resolve_backend
 from benchmarks.cpu_attention_grid import GRID, QUICK, Inputs, Point, make_inputs
 from benchmarks.environment import describe_environment
 from benchmarks.timing import Spread
@@ -37,8 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.peer is not None:
         torch.ops.load_library(str(find_library(options.peer)))
+    for name in ("CPU_ATTN", "CPU_MLA"):
+        resolve_backend(name)  # defines its ops
     points = [p for p in (QUICK if options.quick else GRID) if re.search(options.only, p.name)]
-    runs = [_run(points, threads, options) for threads in options.threads or [torch.get_num_threads()]]
+    with torch.inference_mode():
+        runs = [_run(points, threads, options) for threads in options.threads or [torch.get_num_threads()]]
     if options.json is not None:
         environment = describe_environment() | {"peer": str(options.peer_version)}
         options.json.write_text(json.dumps({"environment": environment, "runs": runs}, indent=1) + "\n")
@@ -144,15 +147,15 @@ def _sides(inputs: Inputs, with_peer: bool) -> dict[str, Call]:
 
 
 def _own(inputs: Inputs, output: torch.Tensor) -> None:
-    if inputs.kv_lora_rank is None:
-        keys, values = inputs.kv_cache.unbind(1)
+    batch = (inputs.query_start_loc, inputs.seq_lens, inputs.block_table)
+    ops, rank = torch.ops.attnbackend, inputs.kv_lora_rank
+    if rank is None:
+        ops.cpu_attn_forward.default(
+            inputs.query, None, None, inputs.kv_cache, output, *batch, scale=inputs.scale
+        )
     else:
-        keys = inputs.kv_cache.unsqueeze(2)
-        values = keys[..., : inputs.kv_lora_rank]
-    paged_attention(
-        inputs.query, keys, values, output, inputs.query_start_loc, inputs.seq_lens, inputs.block_table,
-        scale=inputs.scale,
-    )  # fmt: skip
+        query = (inputs.query[..., :rank], inputs.query[..., rank:])
+        ops.cpu_mla_forward_mqa.default(*query, inputs.kv_cache, output, *batch, scale=inputs.scale)
 
 
 if __name__ == "__main__":

@@ -229,16 +229,18 @@ def test_the_command_builds_and_prints_where(bench: Bench, capsys: pytest.Captur
     pytest.importorskip("typer")
     assert run("cpu") == cli.EXIT_OK
     target = current_target().name
-    assert capsys.readouterr().out == f"{target}: {_build.library_path()}\n"
-    assert run("cpu", "--target", target) == run("cpu", "--force") == cli.EXIT_OK
+    assert capsys.readouterr().out == f"{target}: {_build.library_path()}\nops: {_build.build_ops()}\n"
     assert bench.compilations == 2
+    assert run("cpu", "--target", target) == run("cpu", "--force") == cli.EXIT_OK
+    assert bench.compilations == 4
 
 
 @pytest.mark.skipif(len(runnable_targets()) == 1, reason="one instruction set on this machine")
 def test_the_command_builds_for_every_instruction_set(bench: Bench) -> None:
     pytest.importorskip("typer")
     assert run("cpu", "--all-targets") == cli.EXIT_OK
-    assert bench.kept == sorted(_build.library_path(target).name for target in TARGETS)
+    paths = [*map(_build.library_path, TARGETS), _build.build_ops()]
+    assert bench.kept == sorted(path.name for path in paths)
 
 
 @pytest.mark.parametrize(

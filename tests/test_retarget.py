@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,12 +15,13 @@ import attnbackend
 from attnbackend import compile_layers
 from attnbackend.backends import cpu_attn, torch_sdpa
 from attnbackend.fx_passes import PassManager, SelectBackend, graph_text, retarget
+from attnbackend.native_calls import python_only
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Which implementation ran, and what. TORCH_SDPA has no writer of its own: the one before it stays."""
     seen: Counter[str] = Counter()
 
@@ -36,7 +37,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     watch(cpu_attn.CPUAttentionImpl, "forward", "CPU forward")
     watch(cpu_attn.CPUAttentionImpl, "kv_cache_update", "CPU write")
     watch(torch_sdpa.TorchSDPAImpl, "forward", "SDPA forward")
-    return seen
+    with python_only():
+        yield seen
 
 
 def eager(stack: Stack) -> torch.Tensor:

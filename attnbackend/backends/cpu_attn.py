@@ -11,13 +11,19 @@ from typing import Any
 from torch import Tensor
 
 from attnbackend.backends.standard import FullFeaturedBackend, PagedKernelImpl
+from attnbackend.impl import AttentionParams
 from attnbackend.kernels import cpu
+from attnbackend.ops.native import how_ops_are_called, serve_cpu_ops
 from attnbackend.types import MultipleOf
 
 __all__ = ["CPUAttentionBackend", "CPUAttentionImpl"]
 
 
 class CPUAttentionImpl(PagedKernelImpl):
+    def __init__(self, params: AttentionParams) -> None:
+        super().__init__(params)
+        serve_cpu_ops()
+
     def attention_kernel(
         self, attn_metadata: Any, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> Callable[..., None]:
@@ -45,3 +51,7 @@ class CPUAttentionBackend(FullFeaturedBackend):
     @classmethod
     def unavailable_reason(cls, device_type: str) -> str | None:
         return cpu.unavailable_reason()
+
+    @classmethod
+    def library(cls) -> str | None:
+        return how_ops_are_called()

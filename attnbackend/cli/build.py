@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -45,12 +46,13 @@ def _targets(names: list[str], all_targets: bool) -> list[Target]:
 
 
 def _build_all(targets: list[Target], force: bool) -> None:
-    from attnbackend.kernels.cpu import BuildError, build_library
+    from attnbackend.kernels.cpu import BuildError, build_library, build_ops
 
-    for target in targets:
+    builds = {target.name: partial(build_library, target) for target in targets} | {"ops": build_ops}
+    for name, build_one in builds.items():
         try:
-            path = build_library(target, anew=force)
+            path = build_one(anew=force)
         except BuildError as error:
             print_error(one_line(str(error)))
             raise typer.Exit(EXIT_NOT_POSSIBLE) from None
-        typer.echo(f"{target.name}: {path}")
+        typer.echo(f"{name}: {path}")

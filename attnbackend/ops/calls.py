@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["AttentionCall", "KVCacheUpdateCall", "schema_of"]
+__all__ = ["SCHEMA_TYPES", "AttentionCall", "KVCacheUpdateCall", "schema_of"]
 
 
 class AttentionCall(NamedTuple):
@@ -83,7 +83,7 @@ class KVCacheUpdateCall(NamedTuple):
     group: int = -1
 
 
-_SCHEMA_TYPES = {
+SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     float: "float",
@@ -106,7 +106,7 @@ def schema_of(call: type, *, writes: tuple[str, ...], keyword_from: str) -> str:
     for name, annotation in typing.get_type_hints(call).items():
         if name == keyword_from:
             parts.append("*")
-        kind = _SCHEMA_TYPES[annotation]
+        kind = SCHEMA_TYPES[annotation]
         if name in writes:
             kind = kind.replace("Tensor", f"Tensor({chr(ord('a') + writes.index(name))}!)")
         default = f"={_literal(defaults[name])}" if name in defaults else ""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
 from attnbackend.backend import AttentionBackend
+from attnbackend.graph_breaks import run_between
 from attnbackend.impl import AttentionImpl, MLAAttentionImpl, SparseMLAAttentionImpl
 from attnbackend.ops.bind import check_attention_call, check_update_call, run_attention, run_update
 from attnbackend.ops.library import (
@@ -33,7 +35,7 @@ from attnbackend.ops.mla_bind import (
     run_mqa,
 )
 
-__all__ = ["backend_of_op", "backend_op", "backend_op_names", "define_backend_ops"]
+__all__ = ["backend_of_op", "backend_op", "backend_op_names", "define_backend_ops", "op_name", "python_run"]
 
 _OPS: dict[str, tuple[str, OpRole, torch._ops.OpOverload]] = {}
 """Op name -> (backend name, role, overload). An op looks its backend up by name, so it outlives a class."""
@@ -100,6 +102,12 @@ def _define(
         return
     op = define_op(name, role, partial(run, backend_name), partial(check, backend_name))
     _OPS[name] = (backend_name, role, op)
+
+
+def python_run(backend_name: str, role: OpRole) -> Callable[[Any], None]:
+    """What a backend's op does, given the bound arguments."""
+    run = partial(_RUNS[role][0], backend_name)
+    return lambda call: run_between(run, call)
 
 
 def backend_op(backend_name: str, role: OpRole) -> torch._ops.OpOverload | None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from attnbackend.native_calls import python_only
+
 __all__ = ["redirected_reader", "redirected_writer", "redirects"]
 
 Names = Mapping[str | None, str]
@@ -19,7 +21,8 @@ def redirects(readers: Names, writers: Names) -> Iterator[None]:
     """In the block, ops of backends that are keys run on those that are values; None: the agnostic ops."""
     tokens = _READERS.set(readers), _WRITERS.set(writers)
     try:
-        yield
+        with python_only():
+            yield
     finally:
         _READERS.reset(tokens[0])
         _WRITERS.reset(tokens[1])

@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 
 from attnbackend.backends.mla.common import MLACommonBackend, MLACommonImpl, joined_query
-from attnbackend.impl import MLAAttentionImpl, MLATensors
+from attnbackend.impl import AttentionParams, MLAAttentionImpl, MLATensors
 from attnbackend.kernels import cpu
+from attnbackend.ops.native import how_ops_are_called, serve_cpu_ops
 from attnbackend.types import LSEBase, MultipleOf
 
 __all__ = ["CPUMLABackend", "CPUMLAImpl"]
 
 
 class CPUMLAImpl(MLACommonImpl):
+    def __init__(self, params: AttentionParams) -> None:
+        super().__init__(params)
+        serve_cpu_ops()
+
     def forward_mqa(
         self, query_latent: Tensor, query_rope: Tensor, kv_cache: Tensor, attn_metadata: Any,
         output: Tensor, tensors: MLATensors,
@@ -65,3 +70,7 @@ class CPUMLABackend(MLACommonBackend):
     @classmethod
     def unavailable_reason(cls, device_type: str) -> str | None:
         return cpu.unavailable_reason()
+
+    @classmethod
+    def library(cls) -> str | None:
+        return how_ops_are_called()

@@ -9,9 +9,10 @@ runtime that torch uses.
 from __future__ import annotations
 
 from attnbackend.kernels.cpu._attention import paged_attention
-from attnbackend.kernels.cpu._build import BuildError
+from attnbackend.kernels.cpu._build import BuildError, build_ops, load_ops
 from attnbackend.kernels.cpu._build import build as build_library
 from attnbackend.kernels.cpu._cache_write import cache_write
+from attnbackend.kernels.cpu._library import library
 from attnbackend.kernels.cpu._probe import unavailable_reason
 from attnbackend.kernels.cpu._target import TARGETS, Target, current_target, find_target
 
@@ -20,9 +21,12 @@ __all__ = [
     "BuildError",
     "Target",
     "build_library",
+    "build_ops",
     "cache_write",
     "current_target",
     "find_target",
+    "library",
+    "load_ops",
     "paged_attention",
     "unavailable_reason",
 ]

@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import time
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 # Importing torch also loads the OpenMP runtime that the library must share.
@@ -34,6 +36,10 @@ _FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
+# Torch's stable C interface as of 2.10, which later ones keep.
+_OPS_FLAGS = (
+    "-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-DTORCH_TARGET_VERSION=0x020a000000000000",
+)  # fmt: skip
 
 
 class BuildError(RuntimeError):
@@ -68,22 +74,56 @@ def _openmp_link_flags() -> list[str]:
     return []
 
 
-def _arguments(target: Target) -> list[str]:
-    """Of any compiler."""
-    return [*_FLAGS, *target.flags, str(_FOLDER / _ENTRY_SOURCE), *_openmp_link_flags()]
-
-
 def library_path(target: Target | None = None) -> Path:
     """Where the library of this source, these flags, this torch and ``target`` is or would be.
 
     It does not depend on the compiler: what one machine built serves another that has none.
     """
-    target = target or current_target()
-    parts = [*_FLAGS, *target.flags, *_openmp_link_flags(), target.machine, torch.__version__, sys.platform]
-    digest = hashlib.sha256("\0".join(parts).encode())
-    for path in sorted(p for p in _FOLDER.iterdir() if p.suffix in (".h", ".cpp")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return cache_folder() / f"cpu_kernels_{target.name}_{digest.hexdigest()[:24]}.so"
+    return _kernels(target or current_target()).path
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a library is made of."""
+
+    name: str
+    what: str
+    """For people."""
+    entry: Path
+    """The file to compile; all C++ of its folder and of this one belongs to it."""
+    flags: tuple[str, ...]
+    links: tuple[str, ...]
+    machine: str = ""
+    places: tuple[str, ...] = ()
+    """Flags that say where torch is: not part of what the library is."""
+
+    @property
+    def path(self) -> Path:
+        parts = [*self.flags, *self.links, self.machine, torch.__version__, sys.platform]
+        digest = hashlib.sha256("\0".join(parts).encode())
+        files = [path for folder in {_FOLDER, self.entry.parent} for path in folder.iterdir()]
+        for path in sorted(path for path in files if path.suffix in (".h", ".cpp")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return cache_folder() / f"{self.name}_{digest.hexdigest()[:24]}.so"
+
+    def compile(self, compiler: str, built: Path, scratch: Path) -> None:
+        inputs = [*self.places, str(self.entry), *self.links]
+        _run([compiler, *self.flags, *inputs, "-o", str(built)], scratch)
+
+
+def _kernels(target: Target) -> _Source:
+    return _Source(
+        f"cpu_kernels_{target.name}", f"the CPU kernels ({target.name})", _FOLDER / _ENTRY_SOURCE,
+        (*_FLAGS, *target.flags), tuple(_openmp_link_flags()), target.machine,
+    )  # fmt: skip
+
+
+def _ops() -> _Source:
+    torch_folder = Path(torch.__file__).parent
+    return _Source(
+        "cpu_ops", "the CPU ops", _FOLDER / "torch_ops" / "ops.cpp", _OPS_FLAGS, ("-ltorch_cpu",),
+        places=(f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"),
+    )  # fmt: skip
 
 
 def _run(command: list[str], scratch: Path) -> None:
@@ -99,15 +139,15 @@ def _run(command: list[str], scratch: Path) -> None:
         raise BuildError(f"{' '.join(command)} exited with {done.returncode}:\n{tail}")
 
 
-def _compile(target: Target, path: Path) -> None:
+def _compile(source: _Source, path: Path) -> None:
     compiler, start = find_compiler(), time.monotonic()
-    say(f"building the CPU kernels ({target.name}) with {compiler}, once, into {path.parent} ...")
-    write_whole(path, lambda built, scratch: _run([compiler, *_arguments(target), "-o", str(built)], scratch))
-    say(f"CPU kernels built in {time.monotonic() - start:.0f} s")
+    say(f"building {source.what} with {compiler}, once, into {path.parent} ...")
+    write_whole(path, lambda built, scratch: source.compile(compiler, built, scratch))
+    say(f"{source.what.removeprefix('the ').split(' (')[0]} built in {time.monotonic() - start:.0f} s")
 
 
 def build(target: Target | None = None, *, anew: bool = False) -> Path:
-    """The path of the library, compiled if it is not there or not whole.
+    """The path of the kernels' library, compiled if it is not there or not whole.
 
     Args:
         target: instruction set; None: what this process runs.
@@ -116,29 +156,41 @@ def build(target: Target | None = None, *, anew: bool = False) -> Path:
     Raises:
         BuildError: no compiler, a failed compilation, or a folder that cannot be written to.
     """
+    return _build(_kernels(target or current_target()), anew)
+
+
+def build_ops(*, anew: bool = False) -> Path:
+    """As `build`, of the library through which torch calls the kernels without Python."""
+    return _build(_ops(), anew)
+
+
+def _build(source: _Source, anew: bool) -> Path:
     if not sys.platform.startswith(("linux", "darwin")):
         raise BuildError(f"the C++ kernels build on Linux and macOS, not on {sys.platform!r}")
-    target = target or current_target()
-    path = library_path(target)
+    path = source.path
     if is_whole(path) and not anew:
         return path
     find_compiler()  # before a folder is made for nothing
     try:
-        with folder_lock(path.parent, "the CPU kernels"):
+        with folder_lock(path.parent, source.what):
             if anew or not is_whole(path):
                 if path.exists() and not anew:
                     say(f"{path} is damaged and is built again")
-                _compile(target, path)
+                _compile(source, path)
     except OSError as error:
         raise BuildError(f"cannot write to {path.parent}: {error}; set ATTNBACKEND_CACHE_DIR") from error
     return path
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _open(path: Path) -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"loading {path} failed: {error}") from error
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    library = _open(path)
     for name in ("attention", "cache_write", "last_refusal", "struct_sizes"):
         getattr(library, f"attnbackend_{name}").restype = ctypes.c_int64
     library.attnbackend_last_refusal.restype = None
@@ -149,12 +201,21 @@ def _load(path: Path) -> ctypes.CDLL:
 
 def load_library(target: Target | None = None) -> ctypes.CDLL:
     """Builds if need be and loads; what does not load is built again, once. BuildError if that fails."""
-    path = build(target)
+    return _load_or_rebuild(partial(build, target), _load)
+
+
+def load_ops() -> ctypes.CDLL:
+    """As `load_library`, of the ops; loading it registers them with torch."""
+    return _load_or_rebuild(build_ops, _open)
+
+
+def _load_or_rebuild(build: Callable[..., Path], load: Callable[[Path], ctypes.CDLL]) -> ctypes.CDLL:
+    path = build()
     try:
-        return _load(path)
+        return load(path)
     except BuildError as error:
         say(f"{error}; building it again")
-        return _load(build(target, anew=True))
+        return load(build(anew=True))
 
 
 @cache

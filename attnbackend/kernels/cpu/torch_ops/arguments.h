@@ -1,0 +1,82 @@
+// What torch hands to a kernel of an op, in the order of the op's schema. It is looked at here and stays
+// the stack's until `release`: a call that is not ours goes on to Python as it came.
+#pragma once
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+#include <vector>
+
+#include "../args.h"
+
+// A tensor whose sizes and strides are where torch keeps them.
+struct TensorView {
+  AtenTensorHandle handle = nullptr;
+  int64_t rank = 0;
+  int64_t *sizes = nullptr, *strides = nullptr;
+  int32_t dtype = -1, device = -1;
+
+  explicit operator bool() const { return handle != nullptr; }
+  void* data() const {
+    void* address = nullptr;
+    if (handle) aoti_torch_get_data_ptr(handle, &address);
+    return address;
+  }
+};
+
+static TensorView view_of(AtenTensorHandle handle) {
+  TensorView x;
+  x.handle = handle;
+  if (!handle) return x;
+  aoti_torch_get_dim(handle, &x.rank);
+  aoti_torch_get_sizes(handle, &x.sizes);
+  aoti_torch_get_strides(handle, &x.strides);
+  aoti_torch_get_dtype(handle, &x.dtype);
+  aoti_torch_get_device_type(handle, &x.device);
+  return x;
+}
+
+// The number by which the kernels know a dtype; -1: they do not.
+static int64_t dtype_code(const TensorView& x) {
+  static const int32_t known[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float16(),
+                                  aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float8_e4m3fn(),
+                                  aoti_torch_dtype_float8_e5m2()};
+  for (int64_t code = 0; code < 5; ++code)
+    if (x.dtype == known[code]) return code;
+  return -1;
+}
+
+// Arguments of a schema. `kinds` has a letter for each: T a tensor of one row a token, W any other tensor,
+// t and w the same where they may be absent, f a number, i an integer that changes nothing here, j an
+// integer or none, b a truth value, s a string.
+struct Arguments {
+  StableIValue* stack;
+  const char* kinds;
+
+  template <class X>
+  static X as(StableIValue value) { return torch::stable::detail::to<X>(value); }
+  StableIValue given(int i) const {  // of what may be absent; null where it is
+    const StableIValue* inner = as<StableIValue*>(stack[i]);
+    return inner ? *inner : 0;
+  }
+  bool is_tensor(int i) const { return std::strchr("TWtw", kinds[i]) != nullptr; }
+  AtenTensorHandle handle(int i) const {
+    const bool optional = kinds[i] == 't' || kinds[i] == 'w';
+    return as<AtenTensorHandle>(optional ? given(i) : stack[i]);
+  }
+  TensorView tensor(int i) const { return view_of(handle(i)); }
+  double number(int i) const { return as<double>(stack[i]); }
+  bool truth(int i) const { return as<bool>(stack[i]); }
+  int64_t integer(int i) const { return stack[i] ? as<int64_t>(given(i)) : 0; }  // 0 for none
+  const char* text(int i) const {
+    const char* characters = nullptr;
+    torch_string_c_str(as<StringHandle>(stack[i]), &characters);
+    return characters;
+  }
+  void release() const {
+    for (int i = 0; kinds[i]; ++i) {
+      if (is_tensor(i) && handle(i)) aoti_torch_delete_tensor_object(handle(i));
+      if (kinds[i] == 's') torch_delete_string(as<StringHandle>(stack[i]));
+      if (std::strchr("twj", kinds[i])) delete as<StableIValue*>(stack[i]);
+    }
+  }
+};

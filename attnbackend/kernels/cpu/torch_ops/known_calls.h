@@ -1,0 +1,103 @@
+// Which calls may skip Python: those that Python checked and served once. What a call may depend on beside
+// the number of tokens and what the tensors hold is its signature.
+#pragma once
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <unordered_set>
+
+#include "arguments.h"
+
+// Set once by Python, before which every call is Python's.
+struct Shared {
+  int64_t (*attention)(const AttentionArgs*);
+  int64_t (*cache_write)(const WriteArgs*);
+  const volatile int64_t* python_only;  // above 0 while something is in force that Python alone honours
+  const volatile int64_t* epoch;        // moves when what is known of calls may no longer hold
+};
+static Shared shared = {};
+
+// What Python says of the call that it was given last, thread by thread.
+enum Verdict : int64_t { NONE, SERVED, TEACHES, VALUE_ERROR, RUNTIME_ERROR };
+static thread_local int64_t verdict;
+static thread_local std::string message;
+
+typedef std::vector<int64_t> Signature;
+struct HashOfSignature {
+  size_t operator()(const Signature& words) const {
+    uint64_t hash = 1469598103934665603u;
+    for (const int64_t word : words) hash = (hash ^ static_cast<uint64_t>(word)) * 1099511628211u;
+    return static_cast<size_t>(hash ^ (hash >> 32));
+  }
+};
+struct KnownCalls {
+  std::unordered_set<Signature, HashOfSignature> signatures;
+  int64_t epoch = -1;
+};
+constexpr size_t MOST_KNOWN_CALLS = 4096;
+
+static void add_tensor(Signature& words, const TensorView& x, bool has_token_rows) {
+  words.insert(words.end(), {x.rank, x.dtype, x.device});
+  for (int64_t i = has_token_rows; i < x.rank; ++i) words.push_back(x.sizes[i]);
+  for (int64_t i = 0; i < x.rank; ++i) words.push_back(x.strides[i]);
+}
+
+static void add_text(Signature& words, const char* text) {
+  const size_t length = std::strlen(text);
+  words.push_back(static_cast<int64_t>(length));
+  words.resize(words.size() + (length + 7) / 8);
+  std::memcpy(words.data() + words.size() - (length + 7) / 8, text, length);
+}
+
+static void sign(Signature& words, const Arguments& call) {
+  words.clear();
+  for (int i = 0; call.kinds[i]; ++i) {
+    const char kind = call.kinds[i];
+    if (call.is_tensor(i)) {
+      const TensorView x = call.tensor(i);
+      add_tensor(words, x, x && (kind == 'T' || kind == 't'));
+    } else if (kind == 's') {
+      add_text(words, call.text(i));
+    } else if (kind == 'j') {
+      words.insert(words.end(), {call.stack[i] != 0, call.integer(i)});
+    } else if (kind != 'i') {
+      words.push_back(static_cast<int64_t>(call.stack[i]));
+    }
+  }
+}
+
+// Gradients are Python's to refuse, checks of contents Python's to make.
+static bool is_for_python() {
+  if (!shared.attention || *shared.python_only || aoti_torch_grad_mode_is_enabled()) return true;
+  const char* debug = std::getenv("ATTNBACKEND_DEBUG");
+  return debug && *debug && std::strcmp(debug, "0");
+}
+
+// The same call through the op `general`, which is Python and says how it went. Whether it teaches.
+static bool call_python(const char* general, const Arguments& call) {
+  verdict = NONE;
+  const AOTITorchError failed = torch_call_dispatcher(general, "", call.stack, TORCH_ABI_VERSION);
+  if (verdict == VALUE_ERROR) throw std::invalid_argument(message);
+  if (verdict == RUNTIME_ERROR) throw std::runtime_error(message);
+  if (failed || verdict == NONE) throw std::runtime_error(std::string(general) + " failed");
+  return verdict == TEACHES;
+}
+
+// Runs a call by `serve`, which says false where Python has to, or through Python, and learns from it.
+template <class Serve>
+static void run(const char* general, const Arguments& call, KnownCalls& known, Serve serve) {
+  static thread_local Signature words;
+  if (is_for_python()) return void(call_python(general, call));
+  sign(words, call);
+  if (known.epoch != *shared.epoch || known.signatures.size() >= MOST_KNOWN_CALLS) {
+    known.signatures.clear();
+    known.epoch = *shared.epoch;
+  }
+  if (known.signatures.count(words)) {
+    if (serve()) return call.release();
+    call_python(general, call);
+    return;
+  }
+  Signature learned = words;  // Python may call further ops on this thread
+  if (call_python(general, call)) known.signatures.insert(std::move(learned));
+}

@@ -1,0 +1,255 @@
+// The ops of the CPU's backends, for torch to call without Python. Python defines their schemas; it compares
+// them with `attnbackend_ops_kinds` before it lets any call be served here.
+#include "known_calls.h"
+
+static bool has_rows(const TensorView& x, int64_t tokens) { return !x || x.sizes[0] == tokens; }
+
+static int64_t num_threads() {
+  uint32_t n = 1;
+  torch_get_num_threads(&n);
+  return n;
+}
+
+// 0: one scale for all heads, 1: one each.
+static int64_t scale_step(const TensorView& scale) {
+  for (int64_t i = 0; i < scale.rank; ++i)
+    if (scale.sizes[i] > 1) return 1;
+  return 0;
+}
+
+static char* element(const TensorView& x, int64_t index) {
+  return static_cast<char*>(x.data()) + index * element_size(dtype_code(x));
+}
+
+// ---- attention ----------------------------------------------------------------------------------
+
+static void set_batch(AttentionArgs& a, const TensorView& starts, const TensorView& lens,
+                      const TensorView& table) {
+  a.query_start_loc = static_cast<const int32_t*>(starts.data());
+  a.seq_lens = static_cast<const int32_t*>(lens.data());
+  a.block_table = static_cast<const int32_t*>(table.data());
+  a.requests = lens.sizes[0];
+  a.table_width = table.sizes[1];
+  a.table_row = table.strides[0];
+}
+
+static void set_results(AttentionArgs& a, const TensorView& output, const TensorView& lse) {
+  a.output = output.data();
+  a.output_dtype = dtype_code(output);
+  a.tokens = output.sizes[0];
+  a.heads = output.sizes[1];
+  a.value_size = output.sizes[2];
+  a.output_token = output.strides[0];
+  a.output_head = output.strides[1];
+  if (!lse) return;
+  a.lse = static_cast<float*>(lse.data());
+  a.lse_token = lse.strides[0];
+  a.lse_head = lse.strides[1];
+}
+
+static void set_scales(AttentionArgs& a, const TensorView& k_scale, const TensorView& v_scale) {
+  a.k_scale = static_cast<const float*>(k_scale.data());
+  a.k_scale_step = scale_step(k_scale);
+  a.v_scale = static_cast<const float*>(v_scale.data());
+  a.v_scale_step = scale_step(v_scale);
+}
+
+static void set_query(AttentionArgs& a, const TensorView& query) {
+  a.query = query.data();
+  a.query_dtype = dtype_code(query);
+  a.head_size = query.sizes[2];
+  a.query_token = query.strides[0];
+  a.query_head = query.strides[1];
+}
+
+// Keys and values [blocks, 2, block_size, kv_heads, head_size].
+template <class Args>
+static void set_pages(Args& a, const TensorView& cache) {
+  a.cache_dtype = dtype_code(cache);
+  a.blocks = cache.sizes[0];
+  a.block_size = cache.sizes[2];
+  a.kv_heads = cache.sizes[3];
+  a.key_cache = element(cache, 0);
+  a.value_cache = element(cache, cache.strides[1]);
+  a.k_block = a.v_block = cache.strides[0];
+  a.k_slot = a.v_slot = cache.strides[2];
+  a.k_head = a.v_head = cache.strides[3];
+}
+
+// Latents [blocks, block_size, row], whose values start at element `values` of a row.
+template <class Args>
+static void set_latent_pages(Args& a, const TensorView& cache, int64_t values) {
+  a.cache_dtype = dtype_code(cache);
+  a.blocks = cache.sizes[0];
+  a.block_size = cache.sizes[1];
+  a.kv_heads = 1;
+  a.key_cache = element(cache, 0);
+  a.value_cache = element(cache, values);
+  a.k_block = a.v_block = cache.strides[0];
+  a.k_slot = a.v_slot = cache.strides[1];
+}
+
+static const char FORWARD[] = "TttWTWWWftbjjfwwwwwwwtssi";
+
+static bool serve_forward(const Arguments& call) {
+  const TensorView query = call.tensor(0), cache = call.tensor(3), output = call.tensor(4);
+  const TensorView lse = call.tensor(9), sinks = call.tensor(15);
+  const bool does_more = call.handle(16) || call.handle(17) || call.handle(20) || call.handle(21);
+  if (does_more || std::strcmp(call.text(23), "decoder")) return false;
+  const int64_t tokens = query.sizes[0];
+  if (!tokens || !has_rows(output, tokens) || !has_rows(lse, tokens)) return false;
+  if (!has_rows(call.tensor(1), tokens) || !has_rows(call.tensor(2), tokens)) return false;
+  if (dtype_code(cache) < 0 || (sinks && dtype_code(sinks) != FLOAT32)) return false;
+  AttentionArgs a = {};
+  set_query(a, query);
+  set_pages(a, cache);
+  set_results(a, output, lse);
+  set_batch(a, call.tensor(5), call.tensor(6), call.tensor(7));
+  set_scales(a, call.tensor(18), call.tensor(19));
+  a.alibi_slopes = static_cast<const float*>(call.tensor(14).data());
+  a.sinks = static_cast<const float*>(sinks.data());
+  a.paged = 1;
+  a.causal = call.truth(10);
+  a.window = call.integer(11);
+  a.chunk = call.integer(12);
+  a.scale = call.number(8);
+  a.soft_cap = call.number(13);
+  a.threads = num_threads();
+  return shared.attention(&a) == 0;
+}
+
+static void forward(StableIValue* stack, uint64_t, uint64_t) {
+  static thread_local KnownCalls known;
+  const Arguments call{stack, FORWARD};
+  run("attnbackend_python::cpu_attn_forward", call, known, [&] { return serve_forward(call); });
+}
+
+// Both parts of the queries side by side: where they are, or in a buffer that lives as long as the thread.
+static void set_joined_query(AttentionArgs& a, const TensorView& latent, const TensorView& rope) {
+  static thread_local std::vector<char> buffer;
+  const int64_t size = element_size(dtype_code(latent)), rank = latent.sizes[2], tail = rope.sizes[2];
+  set_query(a, latent);
+  a.head_size = rank + tail;
+  const bool same = latent.strides[0] == rope.strides[0] && latent.strides[1] == rope.strides[1];
+  if (same && rope.data() == element(latent, rank)) return;
+  const int64_t heads = latent.sizes[1];
+  buffer.resize(latent.sizes[0] * heads * a.head_size * size);
+  char* to = buffer.data();
+  for (int64_t t = 0; t < latent.sizes[0]; ++t)
+    for (int64_t h = 0; h < heads; ++h, to += a.head_size * size) {
+      std::memcpy(to, element(latent, t * latent.strides[0] + h * latent.strides[1]), rank * size);
+      std::memcpy(to + rank * size, element(rope, t * rope.strides[0] + h * rope.strides[1]), tail * size);
+    }
+  a.query = buffer.data();
+  a.query_token = heads * a.head_size;
+  a.query_head = a.head_size;
+}
+
+static const char FORWARD_MQA[] = "TTWTWWWfttwsi";
+
+static bool serve_forward_mqa(const Arguments& call) {
+  const TensorView latent = call.tensor(0), rope = call.tensor(1), cache = call.tensor(2);
+  const TensorView output = call.tensor(3), lse = call.tensor(8), scale = call.tensor(10);
+  const int64_t tokens = latent.sizes[0];
+  if (!tokens || !has_rows(rope, tokens) || !has_rows(output, tokens) || !has_rows(lse, tokens)) return false;
+  if (call.handle(9) || dtype_code(cache) < 0) return false;
+  AttentionArgs a = {};
+  set_joined_query(a, latent, rope);
+  set_latent_pages(a, cache, 0);
+  set_results(a, output, lse);
+  set_batch(a, call.tensor(4), call.tensor(5), call.tensor(6));
+  set_scales(a, scale, scale);
+  a.paged = a.causal = 1;
+  a.scale = call.number(7);
+  a.threads = num_threads();
+  return shared.attention(&a) == 0;
+}
+
+static void forward_mqa(StableIValue* stack, uint64_t, uint64_t) {
+  static thread_local KnownCalls known;
+  const Arguments call{stack, FORWARD_MQA};
+  run("attnbackend_python::cpu_mla_forward_mqa", call, known, [&] { return serve_forward_mqa(call); });
+}
+
+// ---- cache writes -------------------------------------------------------------------------------
+
+static const char UPDATE[] = "TTWTwwsi";
+
+static bool serve_update(const Arguments& call) {
+  const TensorView key = call.tensor(0), value = call.tensor(1), cache = call.tensor(2);
+  const TensorView slots = call.tensor(3), k_scale = call.tensor(4), v_scale = call.tensor(5);
+  const int64_t tokens = key.sizes[0];
+  if (!tokens || !has_rows(value, tokens) || !has_rows(slots, tokens) || dtype_code(cache) < 0) return false;
+  WriteArgs w = {};
+  set_pages(w, cache);
+  w.key = key.data();
+  w.value = value.data();
+  w.source_dtype = dtype_code(key);
+  w.slots = static_cast<const int64_t*>(slots.data());
+  w.tokens = tokens;
+  w.head_size = w.value_size = key.sizes[2];
+  w.key_token = key.strides[0];
+  w.key_head = key.strides[1];
+  w.value_token = value.strides[0];
+  w.value_head = value.strides[1];
+  w.k_scale = static_cast<const float*>(k_scale.data());
+  w.k_scale_step = scale_step(k_scale);
+  w.v_scale = static_cast<const float*>(v_scale.data());
+  w.v_scale_step = scale_step(v_scale);
+  w.threads = num_threads();
+  return shared.cache_write(&w) == 0;
+}
+
+static void update(StableIValue* stack, uint64_t, uint64_t) {
+  static thread_local KnownCalls known;
+  const Arguments call{stack, UPDATE};
+  run("attnbackend_python::cpu_attn_kv_cache_update", call, known, [&] { return serve_update(call); });
+}
+
+static const char MLA_UPDATE[] = "TTWTwsi";
+
+static bool serve_mla_update(const Arguments& call) {
+  const TensorView latent = call.tensor(0), rope = call.tensor(1), cache = call.tensor(2);
+  const TensorView slots = call.tensor(3), scale = call.tensor(4);
+  const int64_t tokens = latent.sizes[0];
+  if (!tokens || !has_rows(rope, tokens) || !has_rows(slots, tokens) || dtype_code(cache) < 0) return false;
+  WriteArgs w = {};
+  set_latent_pages(w, cache, latent.sizes[1]);
+  w.key = latent.data();
+  w.value = rope.data();
+  w.source_dtype = dtype_code(latent);
+  w.slots = static_cast<const int64_t*>(slots.data());
+  w.tokens = tokens;
+  w.head_size = latent.sizes[1];
+  w.value_size = rope.sizes[1];
+  w.key_token = latent.strides[0];
+  w.value_token = rope.strides[0];
+  w.k_scale = w.v_scale = static_cast<const float*>(scale.data());
+  w.threads = num_threads();
+  return shared.cache_write(&w) == 0;
+}
+
+static void mla_update(StableIValue* stack, uint64_t, uint64_t) {
+  static thread_local KnownCalls known;
+  const Arguments call{stack, MLA_UPDATE};
+  run("attnbackend_python::cpu_mla_mla_kv_cache_update", call, known, [&] { return serve_mla_update(call); });
+}
+
+STABLE_TORCH_LIBRARY_IMPL(attnbackend, CPU, library) {
+  library.impl("cpu_attn_forward", &forward);
+  library.impl("cpu_attn_kv_cache_update", &update);
+  library.impl("cpu_mla_forward_mqa", &forward_mqa);
+  library.impl("cpu_mla_mla_kv_cache_update", &mla_update);
+}
+
+extern "C" {
+const char* attnbackend_ops_kinds() {
+  static const std::string kinds = std::string(FORWARD) + " " + UPDATE + " " + FORWARD_MQA + " " + MLA_UPDATE;
+  return kinds.c_str();
+}
+void attnbackend_ops_share(const Shared* from_python) { shared = *from_python; }
+void attnbackend_ops_verdict(int64_t of_python, const char* what) {
+  verdict = of_python;
+  message = what;
+}
+}

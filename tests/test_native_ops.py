@@ -1,0 +1,284 @@
+"""Calls that C++ serves: equal to Python's bit for bit, and left to Python where it must look."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from ctypes import CDLL
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from mla_op_cases import FEATURES as MLA_FEATURES
+from mla_op_cases import mla_case, mla_op
+from op_cases import FEATURES, case, forward_op, update_op
+from test_bad_input import ATTENTION_REFUSALS, NAMES, WRITE_REFUSALS
+from torch import Tensor
+
+from attnbackend import register_backend, set_config
+from attnbackend.backends import cpu_attn
+from attnbackend.backends.mla import cpu_mla
+from attnbackend.kernels.cpu import BuildError
+from attnbackend.native_calls import python_only
+from attnbackend.ops import native
+from attnbackend.registry import registry_scope
+from attnbackend.testing import (
+    kv_update_kwargs,
+    kv_update_positional,
+    make_batch,
+    op_kwargs,
+    op_positional,
+)
+from attnbackend.testing.mla_batches import make_mla_batch, mqa_arguments, update_arguments
+
+pytestmark = [
+    pytest.mark.skipif(
+        native.how_ops_are_called() != "C++, called without Python", reason=str(native.how_ops_are_called())
+    ),
+    pytest.mark.usefixtures("no_grad"),
+]
+
+Call = Callable[[], None]
+IN_PYTHON = {"ranges", "ranges_over_window", "ranges_over_chunks", "encoder", "encoder_causal",
+             "encoder_window", "encoder_strided", "cross"}  # fmt: skip
+
+
+@pytest.fixture
+def no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the methods that were called, one by one."""
+    names: list[str] = []
+
+    def watch(cls: type, name: str) -> None:
+        inner = getattr(cls, name)
+
+        def run(*args: Any) -> None:
+            names.append(name)
+            inner(*args)
+
+        monkeypatch.setattr(cls, name, run)
+
+    for cls, methods in (
+        (cpu_attn.CPUAttentionImpl, ("forward", "kv_cache_update")),
+        (cpu_mla.CPUMLAImpl, ("forward_mqa", "mla_kv_cache_update")),
+    ):
+        for name in methods:
+            watch(cls, name)
+    return names
+
+
+def forward(batch: Any) -> Call:
+    return lambda: forward_op("CPU_ATTN")(*op_positional(batch), **op_kwargs(batch))
+
+
+def update(batch: Any) -> Call:
+    return lambda: update_op("CPU_ATTN")(*kv_update_positional(batch), **kv_update_kwargs(batch))
+
+
+def mqa(batch: Any) -> Call:
+    positional, keyword = mqa_arguments(batch)
+    return lambda: mla_op("CPU_MLA", "forward_mqa")(*positional, **keyword)
+
+
+def mla_update(batch: Any) -> Call:
+    positional, keyword = update_arguments(batch)
+    return lambda: mla_op("CPU_MLA", "mla_kv_cache_update")(*positional, **keyword)
+
+
+def forget() -> None:
+    """Any change of the registry makes C++ forget what it learned."""
+    with registry_scope():
+        pass
+
+
+def check(make: Callable[[], tuple[Call, list[Tensor | None]]], seen: list[str], learns: bool = True) -> None:
+    """A call in Python, one that is learned from, and one that C++ serves, each on tensors of its own."""
+    forget()
+    results = []
+    for turn in range(3):
+        call, written = make()
+        seen.clear()
+        with python_only() if turn == 0 else nullcontext():
+            call()
+        assert bool(seen) == (turn < 2 or not learns)
+        results.append([x.contiguous().view(torch.uint8) for x in written if x is not None])
+    for python, own in zip(results[0], results[2], strict=True):
+        assert torch.equal(python, own)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_attention(feature: str, seen: list[str]) -> None:
+    def make() -> tuple[Call, list[Tensor | None]]:
+        batch = make_batch(case(feature), "cpu")
+        return forward(batch), [batch.output, batch.lse]
+
+    check(make, seen, feature not in IN_PYTHON)
+
+
+@pytest.mark.parametrize("feature", ["plain", "hnd", "fp8_e4m3", "fp8_per_head_scales", "strided_tensors"])
+def test_cache_writes(feature: str, seen: list[str]) -> None:
+    def make() -> tuple[Call, list[Tensor | None]]:
+        batch = make_batch(case(feature, new_tokens_written=False), "cpu")
+        return update(batch), [batch.kv_buffer]
+
+    check(make, seen)
+
+
+@pytest.mark.parametrize("feature", MLA_FEATURES)
+def test_latent_attention_and_writes(feature: str, seen: list[str]) -> None:
+    def make(call: Callable[[Any], Call]) -> tuple[Call, list[Tensor | None]]:
+        batch = make_mla_batch(mla_case(feature), "cpu")
+        return call(batch), [batch.latent_output, batch.lse, batch.kv_buffer]
+
+    check(partial(make, mqa), seen)
+    check(partial(make, mla_update), seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_was_learned_serves_other_numbers_of_tokens(dtype: torch.dtype, seen: list[str]) -> None:
+    seq_lens = (15, 32, 63)
+    batches = []
+    for query_lens in ((1, 1, 1), (9, 1, 30), (0, 2, 0)):
+        context_lens = tuple(n - q for n, q in zip(seq_lens, query_lens, strict=True))
+        changes = {"dtype": dtype, "query_lens": query_lens, "context_lens": context_lens}
+        batches.append(make_batch(case("plain", "decode", **changes), "cpu"))
+    forget()
+    forward(batches[1])()
+    for batch in batches:
+        seen.clear()
+        forward(batch)()
+        assert not seen
+        own = batch.output.clone()
+        with python_only():
+            batch.poison_outputs()
+            forward(batch)()
+        assert torch.equal(own, batch.output)
+
+
+def outcome(call: Call) -> tuple[type | None, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
+
+
+def refused(op: torch._ops.OpOverload, good: dict[str, Any], changes: dict[str, Any]) -> Call:
+    bad = {name: change(good[name]) if callable(change) else change for name, change in changes.items()}
+    return lambda: op(**good | bad)
+
+
+@pytest.mark.parametrize(
+    "changes", [*(changes for changes, _ in ATTENTION_REFUSALS.values()),
+                {"block_table": lambda t: t + 99}, {"seq_lens": lambda n: n + 999},
+                {"query_start_loc": lambda s: s + 99}, {"output": lambda o: o[:-1]}]
+)  # fmt: skip
+def test_refusals_of_attention_are_python_s(changes: dict[str, Any]) -> None:
+    batch, op = make_batch(case("no_lse"), "cpu"), forward_op("CPU_ATTN")
+    good = dict(zip(NAMES, op_positional(batch), strict=True)) | op_kwargs(batch)
+    op(**good)
+    kind, message = outcome(refused(op, good, changes))
+    assert kind is ValueError
+    with python_only():
+        assert outcome(refused(op, good, changes)) == (kind, message)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [*(changes for changes, _ in WRITE_REFUSALS.values()), {"slot_mapping": torch.tensor([1, 99, 2])}],
+)  # fmt: skip
+def test_refusals_of_cache_writes_are_python_s(changes: dict[str, Any]) -> None:
+    op = update_op("CPU_ATTN")
+    good = {"key": torch.ones(3, 2, 64), "value": torch.ones(3, 2, 64),
+            "kv_cache": torch.zeros(4, 2, 16, 2, 64), "slot_mapping": torch.tensor([16, -1, 40])}  # fmt: skip
+    op(**good)
+    kind, message = outcome(refused(op, good, changes))
+    assert kind is ValueError
+    with python_only():
+        assert outcome(refused(op, good, changes)) == (kind, message)
+
+
+def test_gradients_are_refused() -> None:
+    batch = make_batch(case("plain"), "cpu")
+    forward(batch)()
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="ops serve inference and have no backward"):
+        forward(replace(batch, query=batch.query.clone().requires_grad_()))()
+
+
+def test_python_is_asked_again_where_it_must_look(seen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(case("plain"), "cpu")
+    call = forward(batch)
+    call()
+    seen.clear()
+    call()
+    assert not seen
+    with set_config(debug=True):
+        call()
+    monkeypatch.setenv("ATTNBACKEND_DEBUG", "1")
+    call()
+    monkeypatch.setenv("ATTNBACKEND_DEBUG", "0")
+    assert len(seen) == 2
+    call()
+    assert len(seen) == 2
+
+
+def test_another_class_under_the_name_is_called_each_time() -> None:
+    class Other(cpu_attn.CPUAttentionBackend):
+        @staticmethod
+        def get_impl_cls() -> type[cpu_attn.CPUAttentionImpl]:
+            return OtherImpl
+
+    class OtherImpl(cpu_attn.CPUAttentionImpl):
+        def forward(self, *args: Any) -> None:
+            args[5].fill_(3.0)
+
+    batch = make_batch(case("plain"), "cpu")
+    forward(batch)()
+    with registry_scope():
+        register_backend("CPU_ATTN")(Other)
+        for _ in range(3):
+            batch.poison_outputs()
+            forward(batch)()
+            assert torch.all(batch.output == 3.0)
+    batch.poison_outputs()
+    forward(batch)()
+    assert not torch.any(batch.output == 3.0)
+
+
+def test_threads_learn_for_themselves(seen: list[str]) -> None:
+    batches = [make_batch(case("plain", "decode", seed=seed), "cpu") for seed in range(4)]
+    expected = []
+    for batch in batches:
+        forward(batch)()
+        expected.append(batch.output.clone())
+
+    def work(batch: Any) -> None:
+        with torch.no_grad():
+            for _ in range(50):
+                batch.poison_outputs()
+                forward(batch)()
+
+    threads = [threading.Thread(target=work, args=(batch,)) for batch in batches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for batch, output in zip(batches, expected, strict=True):
+        assert torch.equal(batch.output, output)
+
+
+def test_where_the_ops_do_not_build_the_list_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> CDLL:
+        raise BuildError("no headers")
+
+    monkeypatch.setattr(native, "load_ops", load)
+    monkeypatch.setattr(native, "serve_cpu_ops", native.serve_cpu_ops.__wrapped__)
+    assert native.how_ops_are_called() == "C++, called through Python: no headers"
