@@ -24,6 +24,7 @@ def define_all_ops() -> list[str]:
         Names of the backends.
     """
     import attnbackend.layers
+    import attnbackend.ops.latent_rope_write
     import attnbackend.ops.rope_write  # noqa: F401
 
     defined = []

@@ -6,6 +6,7 @@ from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassConfig, 
 from attnbackend.fx_passes.cache_order import CacheOrderError
 from attnbackend.fx_passes.choices import BackendPriorities, Measured, MeasuredTable, Site
 from attnbackend.fx_passes.dumps import diff_html
+from attnbackend.fx_passes.fuse_latent_rope import FuseLatentRopeCacheWrite
 from attnbackend.fx_passes.fuse_output_quantization import FuseOutputQuantization
 from attnbackend.fx_passes.fuse_rope import FuseRopeCacheWrite
 from attnbackend.fx_passes.graph_text import graph_text
@@ -23,6 +24,7 @@ __all__ = [
     "BackendPriorities",
     "CacheOrderError",
     "Change",
+    "FuseLatentRopeCacheWrite",
     "FuseOutputQuantization",
     "FuseRopeCacheWrite",
     "GraphPass",

@@ -10,10 +10,18 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from attnbackend._torch_compat import fake_mode_of, trace_fake
-from attnbackend.fx_passes.forms import Viewed, shape_of
+from attnbackend.fx_passes.forms import ASSERTION, Viewed, name_of, shape_of
 from attnbackend.fx_passes.nodes import may_write
 
-__all__ = ["emit", "emit_again", "emit_view", "first_write_between", "insert_traced", "remove_unused"]
+__all__ = [
+    "emit",
+    "emit_again",
+    "emit_view",
+    "first_write_between",
+    "insert_traced",
+    "nodes_between",
+    "remove_unused",
+]
 
 aten = torch.ops.aten
 
@@ -109,6 +117,19 @@ def first_write_between(nodes: Iterable[Node], last: Node) -> Node | None:
         if started and may_write(node):
             return node
     return None
+
+
+def nodes_between(outputs: Iterable[Node], inputs: Iterable[Node]) -> set[Node]:
+    """The calls that make ``outputs``, these included, of ``inputs``, with the assertions about them."""
+    ends = set(inputs)
+    found: set[Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in ends:
+            found.add(node)
+            stack += [n for n in node.all_input_nodes if n.op in ("call_function", "call_method")]
+    return found | {user for node in found for user in node.users if name_of(user) == ASSERTION}
 
 
 def remove_unused(graph: Graph, nodes: Iterable[Node]) -> None:

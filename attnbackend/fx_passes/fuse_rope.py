@@ -12,8 +12,8 @@ from attnbackend.backend import AttentionBackend
 from attnbackend.backends.standard import StandardCacheBackend
 from attnbackend.backends.two_phase import TwoPhaseBackend
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
-from attnbackend.fx_passes.edits import emit, emit_view, first_write_between, remove_unused
-from attnbackend.fx_passes.forms import ASSERTION, NoMatch, Viewed, name_of
+from attnbackend.fx_passes.edits import emit, emit_view, first_write_between, nodes_between, remove_unused
+from attnbackend.fx_passes.forms import NoMatch, Viewed, name_of
 from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
 from attnbackend.fx_passes.rope_forms import RotatedHeads, match_rotated_heads
 from attnbackend.kernels import triton as kernels
@@ -128,15 +128,8 @@ def _check_order(match: _Match) -> None:
 
 def _inner_nodes(match: _Match) -> set[Node]:
     """Everything between the inputs of the match and the rotated query and key, both included."""
-    ends = {*match.query.inputs, *match.key.inputs}
-    found: set[Node] = set()
-    stack = [match.reader.arguments()["query"], match.write.arguments()["key"]]
-    while stack:
-        node = stack.pop()
-        if node not in found and node not in ends:
-            found.add(node)
-            stack += [n for n in node.all_input_nodes if n.op in ("call_function", "call_method")]
-    return found | {user for node in found for user in node.users if name_of(user) == ASSERTION}
+    outputs = (match.reader.arguments()["query"], match.write.arguments()["key"])
+    return nodes_between(outputs, (*match.query.inputs, *match.key.inputs))
 
 
 def _fuse(graph: Graph, match: _Match) -> Change:

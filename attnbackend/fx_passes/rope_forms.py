@@ -25,7 +25,15 @@ from attnbackend.fx_passes.forms import (
 )
 from attnbackend.fx_passes.nodes import tensor_of
 
-__all__ = ["Norm", "RotatedHeads", "match_rotated_heads"]
+__all__ = [
+    "Norm",
+    "RotatedHeads",
+    "both_ways",
+    "joined",
+    "match_norm",
+    "match_rotated_heads",
+    "token_angle",
+]
 
 
 class Norm(NamedTuple):
@@ -76,9 +84,11 @@ def match_rotated_heads(node: Node) -> RotatedHeads:
     _check_types(node, rotation)
     before = viewed._replace(source=rotation.source)
     below = before.through(view_source(rotation.source))
-    norm = _match_norm(below.source)
+    norm = match_norm(below.source)
     heads = before if norm is None else below._replace(source=norm.source)
-    cos, sin = (_angle(x, rotation, viewed) for x in (rotation.cos, rotation.sin))
+    cos, sin = (
+        token_angle(x, rotation.source, rotation.size, viewed) for x in (rotation.cos, rotation.sin)
+    )  # fmt: skip
     return RotatedHeads(heads, cos, sin, norm)
 
 
@@ -91,7 +101,7 @@ def _check_types(node: Node, rotation: _Rotation) -> None:
 def _match_rotation(node: Node) -> _Rotation:
     """All of the last dimension rotated, or its first elements, the others joined on as they are."""
     if name_of(node) in ("cat", "concat"):
-        first, rest = _joined(node)
+        first, rest = joined(node)
         rotation = _match_whole(first)
         source, start, stop = last_range(rotation.source)
         size = shape_of(source)[-1]
@@ -114,22 +124,22 @@ def _match_whole(node: Node) -> _Rotation:
 
 def _match_sum(straight: Any, turned: Any) -> _Rotation:
     """x cos + turn(x) sin, where turn gives (-second half, first half)."""
-    for turn, sin in _both_ways(operands(turned, "mul")):
+    for turn, sin in both_ways(operands(turned, "mul")):
         if name_of(turn) not in ("cat", "concat"):
             continue
         source, size = _match_turn(turn)
-        for x, cos in _both_ways(operands(straight, "mul")):
+        for x, cos in both_ways(operands(straight, "mul")):
             if x is source:
                 return _Rotation(source, cos, sin, size)
     raise NoMatch(f"{turned} has no factor that turns halves of what {straight} multiplies")
 
 
-def _both_ways(pair: tuple[Any, Any]) -> list[tuple[Any, Any]]:
+def both_ways(pair: tuple[Any, Any]) -> list[tuple[Any, Any]]:
     return [pair, (pair[1], pair[0])]
 
 
 def _match_turn(node: Node) -> tuple[Node, int]:
-    negated, second = _joined(node)
+    negated, second = joined(node)
     if name_of(negated) != "neg":
         raise NoMatch(f"{negated} is {name_of(negated) or 'no call'} where neg is looked for")
     source, start, stop = last_range(negated.args[0])
@@ -139,7 +149,7 @@ def _match_turn(node: Node) -> tuple[Node, int]:
     return source, size
 
 
-def _joined(node: Node) -> tuple[Any, Any]:
+def joined(node: Node) -> tuple[Any, Any]:
     parts, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", 0)
     rank = len(shape_of(node))
     if len(parts) != 2 or dim % rank != rank - 1:
@@ -149,11 +159,21 @@ def _joined(node: Node) -> tuple[Any, Any]:
     return parts[0], parts[1]
 
 
-def _angle(angle: Any, rotation: _Rotation, heads: Viewed) -> Viewed:
-    """cos or sin as [T, R]: one row a token, none that differs from head to head."""
+def token_angle(angle: Any, rotated: Node, width: int, heads: Viewed) -> Viewed:
+    """cos or sin as [T, width]: one row a token, none that differs from head to head.
+
+    Args:
+        angle: what multiplies ``rotated``, or parts of its last dimension.
+        rotated: the value.
+        width: elements of a row.
+        heads: the value as [T, ...].
+
+    Raises:
+        NoMatch: it is something else; says what.
+    """
     if not isinstance(angle, Node):
         raise NoMatch(f"{angle} is no tensor of angles")
-    sizes, rank = shape_of(angle), len(shape_of(rotation.source))
+    sizes, rank = shape_of(angle), len(shape_of(rotated))
     token_axis = heads.axes[0]
     axes = {axis + rank - len(sizes): axis for axis in range(len(sizes))}
     of_token = None if token_axis is None else axes.get(token_axis)
@@ -161,8 +181,8 @@ def _angle(angle: Any, rotation: _Rotation, heads: Viewed) -> Viewed:
         if axis != of_token and not (isinstance(size, int) and size == 1):
             raise NoMatch(f"{angle} of shape {tuple(sizes)} differs between heads or requests")
     tokens = shape_of(heads.source)[token_axis] if token_axis is not None else 1
-    if not sizes or not same_size(sizes[-1], rotation.size):
-        raise NoMatch(f"{angle} has {sizes[-1:]} elements a token where {rotation.size} are rotated")
+    if not sizes or not same_size(sizes[-1], width):
+        raise NoMatch(f"{angle} has {sizes[-1:]} elements a token where {width} are rotated")
     if of_token is None or not same_size(sizes[of_token], tokens):
         if not same_size(tokens, 1):
             raise NoMatch(f"{angle} of shape {tuple(sizes)} has one row for all tokens")
@@ -170,7 +190,7 @@ def _angle(angle: Any, rotation: _Rotation, heads: Viewed) -> Viewed:
     return Viewed(angle, (of_token, len(sizes) - 1)).through(view_source(angle))
 
 
-def _match_norm(node: Node) -> Norm | None:
+def match_norm(node: Node) -> Norm | None:
     """None where ``node`` is no norm of its last dimension with a weight."""
     if name_of(node) == "rms_norm":
         return _norm_call(node)
@@ -196,10 +216,10 @@ def _is_weight(weight: Any, source: Node) -> bool:
 
 def _norm_by_hand(node: Node) -> Norm:
     """weight * (x * rsqrt(mean(x ** 2) + eps)), computed in float32 in between or not."""
-    for weight, scaled in _both_ways(operands(node, "mul")):
+    for weight, scaled in both_ways(operands(node, "mul")):
         if not _is_weight(weight, node):
             continue
-        for x, root in _both_ways(operands(past_casts(scaled), "mul")):
+        for x, root in both_ways(operands(past_casts(scaled), "mul")):
             if name_of(root) == "rsqrt":
                 source = past_casts(x)
                 eps = _mean_square_eps(root.args[0], x)

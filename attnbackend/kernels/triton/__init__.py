@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .cache_writer import cache_write
     from .decode import paged_decode_attention
     from .finish import finish_attention
+    from .latent_rope_writer import latent_rope_write
     from .latent_rows import gather_latents, write_latents
     from .merge import merge_attention_states, merge_over
     from .mla import mla_attention
@@ -33,6 +34,7 @@ __all__ = [
     "finish_attention",
     "gather_latents",
     "gather_page_indices",
+    "latent_rope_write",
     "merge_attention_states",
     "merge_over",
     "mla_attention",
@@ -52,6 +54,7 @@ _HOME = {
     "finish_attention": "finish",
     "gather_latents": "latent_rows",
     "gather_page_indices": "page_indices",
+    "latent_rope_write": "latent_rope_writer",
     "merge_attention_states": "merge",
     "merge_over": "merge",
     "mla_attention": "mla",
