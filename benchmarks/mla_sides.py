@@ -179,10 +179,11 @@ def flash_mla_direct(inputs: Inputs, output: Tensor) -> Run:
         raise Unserved(problem)
     library, batch, heads = flash_mla(), inputs.common, inputs.query.shape[1]
     query = inputs.query.view(batch.seq_lens.shape[0], -1, heads, RANK + ROPE)
-    place = {"out": output.view(*query.shape[:3], RANK)} if takes_out(library.flash_mla_with_kvcache) else {}
+    in_place = query.shape[1] == 1 and takes_out(library.flash_mla_with_kvcache)
+    place = {"out": output.view(*query.shape[:3], RANK)} if in_place else {}
+    schedule, splits = library.get_mla_metadata(batch.seq_lens, query.shape[1] * heads, 1)
 
     def run() -> None:
-        schedule, splits = library.get_mla_metadata(batch.seq_lens, query.shape[1] * heads, 1)
         out, _ = library.flash_mla_with_kvcache(
             query, inputs.kv_cache.unsqueeze(2), batch.block_table, batch.seq_lens, RANK, schedule, splits,
             softmax_scale=SCALE, causal=True, **place,

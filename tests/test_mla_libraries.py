@@ -174,8 +174,24 @@ def test_tokens_as_requests_of_their_own() -> None:
 def test_positions_as_slots() -> None:
     made = batch([1, 2], [70, 3])
     topk = torch.tensor([[0, 65, -1, 70], [1, 2, 0, -1], [2, -1, 1, 3], [0, 1, 2, 3]], dtype=torch.int32)
-    slots = slots_of_positions(topk, made, 64).tolist()
+    slots = slots_of_positions(topk, made, 64, 64).tolist()
     assert slots == [[64, 129, -1, -1], [321, -1, 320, -1], [322, -1, 321, -1], [-1, -1, -1, -1]]
+    apart = slots_of_positions(topk, made, 64, 192).tolist()
+    assert apart == [[192, 385, -1, -1], [961, -1, 960, -1], [962, -1, 961, -1], [-1, -1, -1, -1]]
+
+
+def test_blocks_of_layers_that_take_turns_in_memory() -> None:
+    p, made = params(), batch([1, 2], [70, 3])
+    plan = FlashMLASparseBackend.get_builder_cls()(p, spec_of(p), None, CPU).build_decode(made)
+    query, cache = torch.randn(3, 16, 576).bfloat16(), torch.randn(9, 64, 576).bfloat16()
+    among = torch.full((9, 3, 64, 576), torch.nan).bfloat16()
+    among[:, 1] = cache
+    tensors = MLATensors(topk_indices=torch.tensor([[0, 69, 3], [0, 1, -1], [2, 1, 0]], dtype=torch.int32))
+    outputs = [torch.full((3, 16, 512), torch.nan).bfloat16() for _ in range(2)]
+    for kv_cache, output in zip((cache, among[:, 1]), outputs, strict=True):
+        impl = FlashMLASparseBackend.get_impl_cls()(p)
+        impl.forward_mqa(query[..., :512], query[..., 512:], kv_cache, plan, output, tensors)
+    assert torch.equal(*outputs)
 
 
 def test_packed_rows_of_selected_tokens() -> None:

@@ -119,7 +119,8 @@ class FlashMLAImpl(LibraryRows, MLACommonImpl):
         query = joined_query(query_latent, query_rope).contiguous().view(lens.shape[0], each, heads, -1)
         schedule, splits = attn_metadata.schedule(lens, each * heads)
         attend, place = flash_mla().flash_mla_with_kvcache, {}
-        if output.is_contiguous() and takes_out(attend):
+        # With more tokens a request, versions differ in the shape that they want.
+        if each == 1 and output.is_contiguous() and takes_out(attend):
             place = {"out": output.view(*query.shape[:3], RANK)}
         out_QNHL, lse_QHN = attend(
             query, kv_cache.unsqueeze(2), table, lens, RANK, schedule, splits,

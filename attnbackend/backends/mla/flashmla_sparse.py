@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnbackend.backends.mla.common import SparseMLAMetadataBuilder, joined_query
 from attnbackend.backends.mla.flashmla import flash_mla, flash_mla_problem, row_of_tokens
-from attnbackend.backends.mla.library import RANK, ROPE, LibraryMLABackend, LibraryRows
+from attnbackend.backends.mla.library import RANK, LibraryMLABackend, LibraryRows
 from attnbackend.impl import MLAAttentionImpl, MLATensors, SparseMLAAttentionImpl
 from attnbackend.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnbackend.types import AttentionCGSupport
@@ -26,8 +26,10 @@ class FlashMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
     cudagraph_support = AttentionCGSupport.ALWAYS
 
 
-def slots_of_positions(topk: Tensor, batch: CommonAttentionMetadata, block_size: int) -> Tensor:
-    """int32 [T, K]: ``block * block_size + offset`` of selected positions; -1 for none, for those behind a
+def slots_of_positions(
+    topk: Tensor, batch: CommonAttentionMetadata, block_size: int, block_rows: int
+) -> Tensor:
+    """int32 [T, K]: ``block * block_rows + offset`` of selected positions; -1 for none, for those behind a
     token's own, and for tokens past the last request."""
     tokens = topk.shape[0]
     row_T = row_of_tokens(batch.query_start_loc, tokens)
@@ -37,7 +39,7 @@ def slots_of_positions(topk: Tensor, batch: CommonAttentionMetadata, block_size:
     seen = (topk >= 0) & (topk <= own_T.unsqueeze(1))
     position = torch.where(seen, topk, 0).long()
     block = batch.block_table[row_T].gather(1, position // block_size).long()
-    return torch.where(seen, block * block_size + position % block_size, -1).to(torch.int32)
+    return torch.where(seen, block * block_rows + position % block_size, -1).to(torch.int32)
 
 
 class FlashMLASparseImpl(LibraryRows, SparseMLAAttentionImpl):
@@ -49,10 +51,13 @@ class FlashMLASparseImpl(LibraryRows, SparseMLAAttentionImpl):
         tokens, heads, _ = output.shape
         if tokens == 0:
             return
-        slots = slots_of_positions(tensors.topk_indices, attn_metadata.common, self.params.block_size)
+        is_packed = kv_cache.dtype == torch.uint8
+        block_size = self.params.block_size
+        block_rows = block_size if is_packed else kv_cache.stride(0) // kv_cache.stride(1)
+        slots = slots_of_positions(tensors.topk_indices, attn_metadata.common, block_size, block_rows)
         slots = F.pad(slots, (0, -slots.shape[1] % _SELECTED), value=-1)
         query = F.pad(joined_query(query_latent, query_rope), (0, 0, 0, -heads % _HEADS)).contiguous()
-        run = self._packed if kv_cache.dtype == torch.uint8 else self._plain
+        run = self._packed if is_packed else self._plain
         out_THL, lse_TH = run(query, kv_cache, slots)
         nothing = (slots < 0).all(1)
         output.copy_(out_THL[:, :heads].masked_fill(nothing.view(-1, 1, 1), 0.0))
@@ -60,7 +65,7 @@ class FlashMLASparseImpl(LibraryRows, SparseMLAAttentionImpl):
             tensors.lse.copy_(lse_TH[:, :heads].masked_fill(nothing.unsqueeze(1), -torch.inf))
 
     def _plain(self, query: Tensor, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        rows_S1W = kv_cache.view(-1, 1, RANK + ROPE)
+        rows_S1W = _matrix_of_rows(kv_cache)
         out, _, lse = flash_mla().flash_mla_sparse_fwd(query, rows_S1W, slots.unsqueeze(1), self.params.scale)
         return out, lse
 
@@ -74,6 +79,20 @@ class FlashMLASparseImpl(LibraryRows, SparseMLAAttentionImpl):
             softmax_scale=self.params.scale, is_fp8_kvcache=True, indices=slots.unsqueeze(1),
         )  # fmt: skip
         return out.view(tokens, query.shape[1], RANK), lse.view(tokens, query.shape[1])
+
+
+def _matrix_of_rows(kv_cache: Tensor) -> Tensor:
+    """The cache, whose blocks may lie apart, as rows [S, 1, W] that the kernel can number.
+
+    Raises:
+        ValueError: blocks are not a multiple of rows apart.
+    """
+    (blocks, block_size, width), (block, row, _) = kv_cache.shape, kv_cache.stride()
+    if block % row:
+        raise ValueError(
+            f"FLASHMLA_SPARSE: kv_cache.stride(0) is {block}; allowed: multiples of stride(1) = {row}"
+        )
+    return kv_cache.as_strided(((blocks - 1) * (block // row) + block_size, 1, width), (row, width, 1))
 
 
 class FlashMLASparseBackend(LibraryMLABackend):
