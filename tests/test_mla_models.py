@@ -165,6 +165,29 @@ def test_a_module_that_computes_something_else_is_refused(
         make_engine(make_latent_model("deepseek_v3"), "TORCH_MLA")
 
 
+def test_a_module_that_treats_late_positions_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Mistral 4 scales its queries from the trained length on, which no prompt of two tokens shows."""
+    model = make_latent_model("deepseek_v3")
+    attention = type(model.model.layers[0].self_attn)
+    original = attention.forward
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        factor = 1.0 + (kwargs["position_ids"] >= 100).to(hidden_states.dtype)
+        return original(self, hidden_states * factor[..., None], *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", forward)
+    with pytest.raises(ValueError, match=r"cannot be served: .*for two tokens at position 127, .*differs by"):
+        make_engine(model, "TORCH_MLA")
+
+
+def test_a_module_with_another_part_is_refused() -> None:
+    """As the indexer of DeepSeek-V3.2 is one: with few tokens it selects all of them."""
+    model = make_latent_model("deepseek_v3")
+    model.model.layers[1].self_attn.indexer = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"cannot be served: .*has indexer besides, which layers.MLAAtt"):
+        make_engine(model, "TORCH_MLA")
+
+
 def test_a_dense_backend_is_refused_for_a_latent_model_with_the_reason() -> None:
     with pytest.raises(ValueError, match=r"'TORCH_SDPA'.*cannot serve.*\n  use_mla=True \(allowed: False"):
         make_engine(make_latent_model("deepseek_v3"), "TORCH_SDPA")

@@ -74,6 +74,17 @@ def test_whole_steps_are_right(feature: str, batch: str, context_tokens: int, pr
     assert_mixed_within_rule(made)
 
 
+def test_a_step_of_nothing_but_padding_is_judged_too() -> None:
+    for query_lens, context_lens in (((2,), (-2,)), ((0,), (5,))):
+        lengths = {"query_lens": query_lens, "context_lens": context_lens, "num_padded_tokens": 1}
+        made = make_mla_batch(mla_case("plain", "one_token", **lengths), DEVICE)
+        _call("TORCH_MLA", "forward_mixed", made)
+        assert_mixed_within_rule(made)
+        made.output[-1] = 1
+        with pytest.raises(AssertionError):
+            assert_mixed_within_rule(made)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("backend", MLA_BACKENDS)
 def test_half_precision_is_right(backend: str, dtype: torch.dtype) -> None:

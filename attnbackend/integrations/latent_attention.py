@@ -135,30 +135,52 @@ def release_latent_module(module: nn.Module) -> None:
         module.__class__ = _own_class(type(module))
 
 
-def _check_same_attention(module: Any, kwargs: Mapping[str, Any], hidden_states: Tensor) -> None:
+def _check_same_attention(
+    module: Any, kwargs: Mapping[str, Any], hidden_states: Tensor, last_position: int
+) -> None:
     """Compares `MLAAttention` over the module's weights with the module itself.
 
     Args:
         module: of latent attention, on the attention implementation "attnbackend".
         kwargs: what its model called it with for two tokens.
         hidden_states: [1, 2, E].
+        last_position: of the longest request, where the module is compared too if it is told positions.
 
     Raises:
         ValueError: they differ: the module computes more, or other things, than DeepSeek's.
     """
+    _check_parts(module)
+    layer = _layer_of(module)
+    layer.bind(BoundLayer(_one_block(module, hidden_states)))
+    batch, told = _two_tokens(hidden_states.device), [kwargs]
+    if isinstance(positions := kwargs.get("position_ids"), Tensor):
+        told.append({**kwargs, "position_ids": positions + max(last_position - 1, 0)})
     with torch.no_grad():
-        wanted = module(hidden_states, **kwargs)[0][0].float()
-        layer = _layer_of(module)
-        layer.bind(BoundLayer(_one_block(module, hidden_states)))
-        out = layer(
-            hidden_states[0], *_angles(kwargs["position_embeddings"]), _two_tokens(hidden_states.device)
-        )
+        out = layer(hidden_states[0], *_angles(kwargs["position_embeddings"]), batch)
         found = module.o_proj(out).float()
-    error, size = float((found - wanted).abs().max()), float(wanted.abs().max())
-    if not error <= size * 16 * torch.finfo(hidden_states.dtype).eps:
+        for own in told:
+            wanted = module(hidden_states, **own)[0][0].float()
+            error, size = float((found - wanted).abs().max()), float(wanted.abs().max())
+            if not error <= size * 16 * torch.finfo(hidden_states.dtype).eps:
+                where = "" if own is kwargs else f" at position {last_position}, their rotation left alone,"
+                raise ValueError(
+                    f"{type(module).__name__} is built as latent attention but computes something else: its "
+                    f"output for two tokens{where} differs by {error:.3g} of {size:.3g} from that of "
+                    "layers.MLAAttention"
+                )
+
+
+def _check_parts(module: nn.Module) -> None:
+    """Two tokens would not show what chooses among many, as the indexer of DeepSeek-V3.2 does."""
+    others = [
+        name
+        for name, part in module.named_children()
+        if name not in (*_PROJECTIONS, *_PARTS) and next(part.parameters(), None) is not None
+    ]
+    if others:
         raise ValueError(
-            f"{type(module).__name__} is built as latent attention but computes something else: its output "
-            f"for two tokens differs by {error:.3g} of {size:.3g} from that of layers.MLAAttention"
+            f"{type(module).__name__} is built as latent attention but has {', '.join(others)} besides, "
+            "which layers.MLAAttention does not compute"
         )
 
 
@@ -201,9 +223,9 @@ class LatentCalls:
         own = {k: v for k, v in kwargs.items() if k not in ("hidden_states", BATCH)}
         self.noted[module] = hidden_states, own | {"attention_mask": None}
 
-    def check(self) -> None:
+    def check(self, last_position: int) -> None:
         """Raises ValueError where a module computes something that `layers.MLAAttention` does not."""
         for module, (hidden_states, kwargs) in self.noted.items():
             generator = torch.Generator().manual_seed(0)
             noise = torch.randn(hidden_states.shape, generator=generator).to(hidden_states)
-            _check_same_attention(module, kwargs, noise)
+            _check_same_attention(module, kwargs, noise, last_position)

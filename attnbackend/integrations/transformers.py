@@ -52,7 +52,7 @@ __all__ = ["ATTN_IMPLEMENTATION", "BOUND", "CHUNK", "TransformersModel", "attent
 
 CHUNK = "attnbackend_chunk"
 _OWNER = "attnbackend_owner"
-_REFUSED = ("position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
+_REFUSED = ("position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "indices")
 """Arguments that change the result and that the ops do not take."""
 
 
@@ -350,7 +350,7 @@ def _record_layers(model: TransformersModel) -> Recorder:
             )
     finally:
         listener.reset(token)
-    latent.check()
+    latent.check(model.max_model_len - 1)
     if not recorder.asked:
         raise ValueError(
             f"{type(model.model).__name__} did not call its attention interface and cannot be served"

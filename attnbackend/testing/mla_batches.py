@@ -112,8 +112,10 @@ def expected_mqa(batch: MLABatch, attend: LatentAttention = reference_mla) -> tu
 
 def expected_mixed(batch: MLABatch, attend: LatentAttention = reference_mla) -> Tensor:
     """Output [T, H, V] of queries in the space of heads, with the new tokens in the cache, on the CPU."""
-    query, weight, scale = batch.query.cpu(), batch.kv_b_weight.cpu(), batch.case.softmax_scale
-    return attend.whole(query, weight, _requests(batch), scale=scale)[0]
+    case, query, weight = batch.case, batch.query.cpu(), batch.kv_b_weight.cpu()
+    return attend.whole(
+        query, weight, _requests(batch), v_head_dim=case.v_head_dim, scale=case.softmax_scale
+    )[0]
 
 
 def absorbed_mixed(batch: MLABatch) -> Tensor:

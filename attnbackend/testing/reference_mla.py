@@ -130,15 +130,15 @@ class LatentAttention:
         return out, lse
 
     def whole(
-        self, query: Tensor, kv_b_weight: Tensor, requests: list[LatentRequest], *, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, query: Tensor, kv_b_weight: Tensor, requests: list[LatentRequest], *, v_head_dim: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Queries [T, H, P + R] against the keys that every head makes of the latents: output [T, H, V].
 
         ``kv_b_weight`` is [H, P + V, L]; the other arguments and the result are as `mqa`'s.
         """
-        rope = requests[0].k_pe_JR.shape[1] if requests else 0
-        nope = query.shape[-1] - rope
-        out, lse = self._empty(query, kv_b_weight.shape[1] - nope)
+        nope = kv_b_weight.shape[1] - v_head_dim
+        out, lse = self._empty(query, v_head_dim)
         weight_HNL = kv_b_weight.to(self._work(query))
         for request in requests:
             latent_JL = request.kv_c_JL.to(weight_HNL.dtype)
