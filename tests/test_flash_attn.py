@@ -250,8 +250,29 @@ def test_a_plan_knows_which_batches_have_rows_to_fill(stand_in):
     assert not build(0, _batch([0, 3], [0, 3])).facts.may_see_no_key
     unknown = build(0, _batch([1, 3], [9, 3], query_start_loc_cpu=None)).facts
     assert (unknown.covered_tokens, unknown.may_see_no_key) == (0, True)
-    assert build(0, _batch([0, 5], [3, 5])).facts.is_one_new_sequence
-    assert not build(0, _batch([1, 5], [1, 5])).facts.is_one_new_sequence
+
+
+NEW = {
+    "one prompt": ([0, 5], [3, 5], True),
+    "two prompts": ([4, 0, 5], [4, 0, 5], True),
+    "a decode before a prompt": ([1, 5], [8, 5], False),
+    "the rest of a prompt": ([4, 5], [4, 7], False),
+    "a padded row": ([5, 1], [5, 0], False),
+    "no token": ([0, 0], [3, 0], False),
+}
+
+
+@pytest.mark.parametrize("case", NEW)
+def test_a_plan_knows_whether_the_new_tokens_are_all_there_are(stand_in, case):
+    queries, lens, are_new = NEW[case]
+    assert _builder().build(0, _batch(queries, lens)).facts.are_new_sequences is are_new
+
+
+def test_a_batch_that_a_graph_serves_is_read_from_pages_as_in_the_graph(stand_in):
+    builder, batch = _builder(), _batch([4, 5], [4, 5])
+    builder.build_for_cudagraph_capture(batch)
+    assert not builder.build(0, batch).facts.are_new_sequences
+    assert builder.build(0, _batch([4, 6], [4, 6])).facts.are_new_sequences, "longer than the graph's"
 
 
 def test_the_schedule_stays_where_it_is(stand_in):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from runtime_toys import POISON
 
-from attnbackend.runtime import InputBatch, PreparedBatch, SamplingParams
+from attnbackend.runtime import InputBatch, PreparedBatch, SamplingParams, batch_buffers
 from attnbackend.runtime.request import Request
 from attnbackend.runtime.scheduler import ScheduledRequest, blocks_for
 
@@ -118,6 +118,14 @@ class World:
         batch.remove(request.request_id)
 
 
+@pytest.fixture(params=[True, False], ids=["host memory is the device's", "memory apart"])
+def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose memory is the host's, or one with its own."""
+    if not request.param:
+        monkeypatch.setattr(batch_buffers, "device_twin", lambda host, _: torch.zeros_like(host))
+
+
+@pytest.mark.usefixtures("_memory")
 @pytest.mark.parametrize("seed", range(4))
 def test_every_field_of_random_batches_equals_a_naive_loop(seed: int) -> None:
     world, batch, num_checked = World(random.Random(seed)), make_batch(), 0
@@ -229,6 +237,7 @@ def test_preparing_eight_decodes_takes_well_under_a_millisecond() -> None:
     assert sorted(seconds)[50] < 0.3e-3
 
 
+@pytest.mark.usefixtures("_memory")
 def test_steps_of_the_same_decodes_equal_a_naive_loop_without_gathering(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -37,8 +37,8 @@ class BatchFacts:
     """Tokens that belong to a request for certain; those behind may be padding."""
     may_see_no_key: bool
     """Whether there may be queries that see no key at all."""
-    is_one_new_sequence: bool
-    """All tokens are one request's, and it has no others in the cache."""
+    are_new_sequences: bool
+    """There are tokens, and their requests have no others in the cache."""
 
     @classmethod
     def of(cls, common: CommonAttentionMetadata, *, causal: bool) -> BatchFacts:
@@ -48,9 +48,9 @@ class BatchFacts:
             return cls(0, True, False)
         queries = starts.diff()
         empty = (lens < queries) if causal else (lens == 0) & (queries > 0)
-        present = queries.nonzero()
-        alone = len(present) == 1 and int(queries[present[0]]) == int(lens[present[0]])
-        return cls(int(starts[-1]), bool(empty.any()), alone)
+        # Every row without tokens is as good as new.
+        new = bool(((queries == lens) | (queries == 0)).all()) and bool(queries.any())
+        return cls(int(starts[-1]), bool(empty.any()), new)
 
     @classmethod
     def of_capture(cls, common: CommonAttentionMetadata) -> BatchFacts:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnbackend._torch_compat import compiled_call, run_module, set_compiled_call, with_own_code
 from attnbackend.compiler import make_compiler
-from attnbackend.fx_passes import GraphPass, MergeLinears, SelectBackend
+from attnbackend.fx_passes import FuseRopeCacheWrite, GraphPass, MergeLinears, SelectBackend
 from attnbackend.integrations.dense_cache import attend_dense
 from attnbackend.integrations.dense_masks import (
     ATTN_IMPLEMENTATION,
@@ -135,7 +135,7 @@ class TransformersModel:
 
     Args:
         model: a model such as ``AutoModelForCausalLM`` gives, in evaluation mode.
-        passes: what to run on compiled layers besides `SelectBackend` and `MergeLinears`, such as
+        passes: what to run on compiled layers besides `SelectBackend` and `MergeLinears`; None: on a GPU,
             `FuseRopeCacheWrite`.
         merges_linears: on a GPU, lay the weights of linear layers of one input together and multiply at once.
 
@@ -145,9 +145,8 @@ class TransformersModel:
     """
 
     def __init__(
-        self, model: Any, *, passes: Sequence[GraphPass] = (), merges_linears: bool = True
+        self, model: Any, *, passes: Sequence[GraphPass] | None = None, merges_linears: bool = True
     ) -> None:  # fmt: skip
-        self._passes, self._merges_linears = tuple(passes), merges_linears
         _check_model(model)
         self._attn_implementation_before = model.config._attn_implementation
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
@@ -158,6 +157,9 @@ class TransformersModel:
         self.max_model_len = _longest_sequence(text_config)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
+        on_gpu = (FuseRopeCacheWrite(),) if self.device.type == "cuda" else ()
+        self._passes: Sequence[GraphPass] = on_gpu if passes is None else tuple(passes)
+        self._merges_linears = merges_linears
         self.num_merged = 0
         """Groups of linear layers whose weights were laid together, see `merge_linears`."""
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)

@@ -46,10 +46,8 @@ class StepBuffers:
         self, max_reqs: int, max_tokens: int, device: torch.device, max_logits: int | None = None
     ) -> None:
         max_logits = max_logits or max_reqs
-        model = {
-            "input_ids": (max_tokens, torch.int64),
-            "positions": (max_tokens, torch.int64),
-            "slot_mapping": (max_tokens, torch.int64),
+        tokens = dict.fromkeys(("positions", "slot_mapping", "input_ids"), (max_tokens, torch.int64))
+        requests = {
             "logits_indices": (max_logits, torch.int64),
             "query_start_loc": (max_reqs + 1, torch.int32),
             "seq_lens": (max_reqs, torch.int32),
@@ -59,13 +57,17 @@ class StepBuffers:
             name: (max_logits, torch.float64 if name in ("temperature", "top_p") else torch.int64)
             for name in SampledRows._fields
         }
-        sizes = {**model, **fed, **sampling}
-        num_bytes = sum(_padded_bytes(size, dtype) for size, dtype in sizes.values())
-        self._packed_host = host_zeros((num_bytes,), torch.uint8, device)
+        # A step that goes on from the one before changes the small arrays and the heads of the next two.
+        sizes = {**requests, **fed, **sampling, **tokens}
+        num_bytes = [_padded_bytes(size, dtype) for size, dtype in sizes.values()]
+        self._slots_from = sum(num_bytes[:-2])
+        self._packed_host = host_zeros((sum(num_bytes),), torch.uint8, device)
         self._packed_device = device_twin(self._packed_host, device)
+        self._is_shared = self._packed_device is self._packed_host
+        self._sides: dict[int | None, tuple[Tensor, Tensor]] = {}
         self.host = _views(self._packed_host, sizes)
         on_device = _views(self._packed_device, sizes)
-        self.device = {name: on_device[name] for name in model}
+        self.device = {name: on_device[name] for name in (*requests, *tokens)}
         self.fed_tokens, self.fed_rows = on_device["fed_tokens"], on_device["fed_rows"]
         self.sampling_device = {name: on_device[name] for name in sampling}
         arrays = _arrays(self.host)
@@ -83,9 +85,10 @@ class StepBuffers:
         """Copy the host side to `kept`."""
         self._whole_kept[:] = self._whole
 
-    def restore(self) -> None:
-        """Make the host side what `kept` is."""
-        self._whole[:] = self._whole_kept
+    def restore(self, num_tokens: int) -> None:
+        """Make the host side what `kept` is; on a GPU, what `upload` of so many tokens copies of it."""
+        stop = None if self._is_shared else self._slots_from + 8 * num_tokens
+        self._whole[:stop] = self._whole_kept[:stop]
 
     def sampling_plan(self, sampled: SampledRows) -> SamplingPlan:
         """Write the rows that sample, before `upload`; the plan is good after it."""
@@ -94,10 +97,19 @@ class StepBuffers:
             self.sampling[name][:count] = values_M
         return SamplingPlan.of(sampled, {name: x[:count] for name, x in self.sampling_device.items()})
 
-    def upload(self) -> None:
-        """Start the copy to the device; the host side must not change before it is done."""
-        if self._packed_device is not self._packed_host:
-            self._packed_device.copy_(self._packed_host, non_blocking=True)
+    def upload(self, num_tokens: int | None = None) -> None:
+        """Start the copy to the device; the host side must not change before it is done.
+
+        Args:
+            num_tokens: copy no more than these tokens' places and the small arrays, and no input ids.
+        """
+        if self._is_shared:
+            return
+        if num_tokens not in self._sides:
+            stop = None if num_tokens is None else self._slots_from + 8 * num_tokens
+            self._sides[num_tokens] = self._packed_device[:stop], self._packed_host[:stop]
+        on_device, on_host = self._sides[num_tokens]
+        on_device.copy_(on_host, non_blocking=True)
 
 
 def _padded_bytes(size: int, dtype: torch.dtype) -> int:

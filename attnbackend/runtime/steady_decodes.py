@@ -85,9 +85,10 @@ class SteadyDecodes:
         entering = self._entering.get(self._num_advanced % self._block_size)
         if entering is not None:
             self._enter_blocks(*entering)
-        self._buffers.restore()
+        num_reqs = len(self._homes_R)
+        self._buffers.restore(num_reqs)
         sampling = self._fill_sampling()
-        self._buffers.upload()
+        self._buffers.upload(num_reqs)
         self._input_ids_R.copy_(last_ids_R)
         seq_lens_cpu = torch.from_numpy(self._buffers.kept["seq_lens"].copy())
         self._batch = self._batch.advanced(seq_lens_cpu, self._batch.max_seq_len + 1, sampling)

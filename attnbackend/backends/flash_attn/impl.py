@@ -26,7 +26,7 @@ from attnbackend.impl import AttentionParams, OptionalTensors
 __all__ = ["FlashAttentionImpl"]
 
 _CONTIGUOUS_FROM = 256
-"""Tokens from which a prompt's own keys are read in the place of pages; chosen without a measurement."""
+"""Tokens from which prompts' own keys are read in the place of pages; chosen without a measurement."""
 
 
 class _Route:
@@ -66,7 +66,7 @@ class FlashAttentionImpl(TritonWriterImpl):
     ) -> None:  # fmt: skip
         route = self.route(alibi=tensors.alibi_slopes is not None)
         call = self._call(route, query, kv_cache, attn_metadata, output, tensors)
-        if attn_metadata.facts.is_one_new_sequence and key is not None and value is not None:
+        if attn_metadata.facts.are_new_sequences and key is not None and value is not None:
             call = self._over_new_tokens(route, call, key, value, attn_metadata)
         if self._is_fp8 and output.dtype is not torch.bfloat16:
             call = call._replace(output=torch.empty_like(output, dtype=torch.bfloat16))
@@ -112,7 +112,7 @@ class FlashAttentionImpl(TritonWriterImpl):
     def _over_new_tokens(
         self, route: _Route, call: FlashCall, key: Tensor, value: Tensor, plan: FlashAttentionMetadata
     ) -> FlashCall:
-        """A prompt that is alone in the batch: its keys lie in a row, and no page table is needed."""
+        """Prompts without context: keys lie in a row as queries do, and no page table is needed."""
         tokens = call.query.shape[0]
         fits = _CONTIGUOUS_FROM <= tokens == plan.facts.covered_tokens and call.sinks is None
         if not (fits and route.reads_new_tokens):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -103,8 +103,10 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         common = common_attn_metadata
         if self.limits is None:
             common = with_host_lengths(common)
-        bounds = self._captured_bounds(common) or self._bounds(common)
-        facts = BatchFacts.of(common, causal=self.params.causal)
+        facts, bounds = BatchFacts.of(common, causal=self.params.causal), self._captured_bounds(common)
+        if bounds is None:
+            return self._plan(common, self._bounds(common), facts, scheduled=not fast_build)
+        facts = replace(facts, are_new_sequences=False)  # The graph reads pages, whatever the batch.
         return self._plan(common, bounds, facts, scheduled=not fast_build)
 
     def build_for_cudagraph_capture(

@@ -292,8 +292,8 @@ def _empty_rows_are_written(provider: Provider, layer: Layer) -> bool:
 def _new_tokens_are_read(provider: Provider, layer: Layer) -> bool:
     if not provider.reads_new_tokens or layer.kv_dtype is not layer.dtype:
         return False
-    trial = Trial(layer, (Request(0, 0), Request(150, 150), Request(0, 0)))
-    key, value = trial.sequences[1]
+    trial = Trial(layer, (Request(0, 0), Request(150, 150), Request(0, 0), Request(37, 37)))
+    key, value = (torch.cat(sides) for sides in zip(*trial.sequences, strict=True))
     call = trial.call(provider, num_splits=1 if provider.splits else 0)
     call = call._replace(key=key, value=value, block_table=None)
     return next(_tried(provider, iter([("", call)]), trial.expected(), layer)) is None
