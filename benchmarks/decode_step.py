@@ -76,6 +76,7 @@ def measure_backend(model: Any, backend: str | None, batches: list[int], options
         found["mode"] = graphs.dispatcher.mode.name
         found["graphs"] = len(report.costs)
         found["capture_seconds"] = round(report.seconds, 2)
+        found["warm_up_seconds"] = round(report.warm_up_seconds, 2)
         found["capture_gib"] = round(report.num_bytes / 2**30, 3)
         found["captures"] = _captures_by_kind(report.costs)
         if options.captures:
@@ -92,9 +93,10 @@ def _captures_by_kind(costs: Sequence[CaptureCost]) -> dict[str, dict[str, float
     found: dict[str, dict[str, float]] = {}
     for cost in costs:
         kind = f"{cost.key.mode.name} {'decode' if cost.key.descriptor.uniform else 'mixed'}"
-        sums = found.setdefault(kind, {"graphs": 0, "seconds": 0.0, "pool_mib": 0.0})
+        sums = found.setdefault(kind, {"graphs": 0, "seconds": 0.0, "warm_up_seconds": 0.0, "pool_mib": 0.0})
         sums["graphs"] += 1
         sums["seconds"] = round(sums["seconds"] + cost.seconds, 3)
+        sums["warm_up_seconds"] = round(sums["warm_up_seconds"] + cost.warm_up_seconds, 3)
         sums["pool_mib"] = round(sums["pool_mib"] + cost.num_bytes / 2**20, 1)
     return found
 

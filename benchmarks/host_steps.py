@@ -62,7 +62,7 @@ class NoModel:
 
 
 class _NoGraph:
-    num_bytes = 0
+    num_bytes, warm_up_seconds = 0, 0.0
 
     def __init__(self, output: Tensor) -> None:
         self.output = output

@@ -49,6 +49,9 @@ class Traffic:
     longest_output: int = 96
     waiting: int = 64
     """Requests that are kept waiting."""
+    wave: int = 500
+    """Requests after which all are waited for. Every other wave has short prompts and outputs twice as long: as
+    these begin together and grow together, they run out of blocks."""
     cancelled: float = 0.05
     bad: float = 0.05
     checked: float = 0.01
@@ -166,8 +169,11 @@ class _Soak:
             engine.scheduler.schedule = schedule  # type: ignore[method-assign]
 
     def _send(self) -> None:
+        left_of_wave = self.traffic.wave - self.num_sent % self.traffic.wave
+        if left_of_wave == self.traffic.wave and self.engine.scheduler.has_unfinished:
+            return
         missing = self.traffic.waiting - len(self.engine.scheduler.waiting)
-        for _ in range(min(missing, self.traffic.requests - self.num_sent)):
+        for _ in range(min(missing, left_of_wave, self.traffic.requests - self.num_sent)):
             self.num_sent += 1
             if self.rng.random() < self.traffic.bad:
                 self._send_bad()
@@ -186,8 +192,11 @@ class _Soak:
 
     def _send_good(self) -> None:
         rng, traffic = self.rng, self.traffic
-        length = 1 + min(int(rng.expovariate(4 / traffic.longest_prompt)), traffic.longest_prompt - 1)
-        options: dict[str, Any] = {"max_tokens": rng.randrange(1, traffic.longest_output + 1)}
+        longest, longest_output = traffic.longest_prompt, traffic.longest_output
+        if self.num_sent // traffic.wave % 2:
+            longest, longest_output = -(-longest // 10), 2 * longest_output
+        length = 1 + min(int(rng.expovariate(4 / longest)), longest - 1)
+        options: dict[str, Any] = {"max_tokens": rng.randrange(1, longest_output + 1)}
         if rng.random() < 0.4:
             options |= {"temperature": rng.choice((0.7, 1.0)), "seed": rng.getrandbits(63)}
             options |= {"top_k": 20} if rng.random() < 0.5 else {}
@@ -329,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def soak_engine(model: Any, max_num_seqs: int, block_size: int = 16, **options: Any) -> Engine:
     """An engine whose cache holds less than its requests need together."""
-    tokens = _LONGEST + max(0, max_num_seqs - 8) * 48
+    tokens = _LONGEST + max(0, max_num_seqs - 8) * 32
     return Engine(
         model, max_num_seqs=max_num_seqs, max_model_len=_LONGEST, max_num_batched_tokens=4 * max_num_seqs,
         num_blocks=tokens // block_size + 2, block_size=block_size, **options,

@@ -26,14 +26,17 @@ class CaptureCost:
 
     key: Dispatch
     seconds: float
+    """Without the warm-up."""
     num_bytes: int
     """By which the memory grew that the allocator holds for graphs."""
+    warm_up_seconds: float
+    """Of a run before the capture, in which kernels are compiled, loaded and tuned."""
 
     def __str__(self) -> str:
         kind = "decode" if self.key.descriptor.uniform else "mixed"
         return (
             f"{self.key.mode.name:9} {kind:6} {self.key.descriptor.num_tokens:6} tokens "
-            f"{self.seconds:7.3f} s {self.num_bytes / 2**20:9.1f} MiB"
+            f"{self.seconds:7.3f} s {self.num_bytes / 2**20:9.1f} MiB, warm-up {self.warm_up_seconds:7.3f} s"
         )
 
 
@@ -43,12 +46,20 @@ class CaptureReport:
 
     costs: list[CaptureCost] = field(default_factory=list)
     seconds: float = 0.0
+    """Without the warm-ups."""
     num_bytes: int = 0
     """By which the device's free memory shrank, the graphs' own memory with the driver included."""
 
     @property
+    def warm_up_seconds(self) -> float:
+        return sum(cost.warm_up_seconds for cost in self.costs)
+
+    @property
     def total(self) -> str:
-        return f"{len(self.costs)} graphs in {self.seconds:.1f} s, {self.num_bytes / 2**30:.2f} GiB"
+        return (
+            f"{len(self.costs)} graphs in {self.seconds:.1f} s, {self.num_bytes / 2**30:.2f} GiB, after "
+            f"{self.warm_up_seconds:.1f} s of warm-ups"
+        )
 
     def __str__(self) -> str:
         return "\n".join([*map(str, self.costs), self.total])
@@ -57,7 +68,8 @@ class CaptureReport:
 @contextmanager
 def captures(report: CaptureReport) -> Iterator[None]:
     """Measures what the block captures. The garbage collector rests meanwhile."""
-    free, started, collects = _free_bytes(), time.perf_counter(), gc.isenabled()
+    free, collects = _free_bytes(), gc.isenabled()
+    started = time.perf_counter() - report.warm_up_seconds
     gc.disable()
     try:
         yield
@@ -65,7 +77,7 @@ def captures(report: CaptureReport) -> Iterator[None]:
         if collects:
             gc.enable()
     report.num_bytes += free - _free_bytes()
-    report.seconds += time.perf_counter() - started
+    report.seconds += time.perf_counter() - report.warm_up_seconds - started
 
 
 def _free_bytes() -> int:

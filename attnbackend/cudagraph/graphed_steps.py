@@ -68,7 +68,8 @@ class GraphedSteps:
         except Exception as error:
             raise RuntimeError(f"capturing the graph of {key.descriptor} failed: {error}") from error
         self._captured[key] = _Captured(graph, record_tensors(step.tensors))
-        self.report.costs.append(CaptureCost(key, time.perf_counter() - started, graph.num_bytes))
+        seconds = time.perf_counter() - started - graph.warm_up_seconds
+        self.report.costs.append(CaptureCost(key, seconds, graph.num_bytes, graph.warm_up_seconds))
 
     def __contains__(self, key: object) -> bool:
         return key in self._captured

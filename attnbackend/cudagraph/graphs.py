@@ -7,6 +7,7 @@ between the pieces, at each replay anew.
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
@@ -33,6 +34,8 @@ class Graph(Protocol):
     output: Tensor
     num_bytes: int
     """Memory that the capture added to what the library holds."""
+    warm_up_seconds: float
+    """Of the runs before the capture: compilation, loading, tuning."""
 
     def replay(self) -> None: ...
 
@@ -53,9 +56,11 @@ class CapturedGraph:
     """Graphs, and the calls between them. The output's memory is the pool's: later captures use it too."""
 
     def __init__(
-        self, parts: Sequence[Callable[[], object]], output: Tensor, num_bytes: int, pool: tuple[int, int]
-    ) -> None:
+        self, parts: Sequence[Callable[[], object]], output: Tensor, num_bytes: int, pool: tuple[int, int],
+        warm_up_seconds: float,
+    ) -> None:  # fmt: skip
         self.output, self.num_bytes = alias_of(output), num_bytes
+        self.warm_up_seconds = warm_up_seconds
         self._parts, self._pool = parts, pool
 
     def replay(self) -> None:
@@ -83,17 +88,14 @@ class CUDAGraphs:
         """Runs ``work`` on a stream of its own, then captures it."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS if is_first else 1):
-                work()
-            if is_first:
-                _free_memory()
+            warm_up_seconds = _warm_up(work, is_first)
             before = torch.cuda.memory_reserved()
             parts = CUDAPieces(self._begin, self._end)
             with parts, set_breaks(parts if in_pieces else None):
                 output = work()
-            made = CapturedGraph(parts.parts, output, torch.cuda.memory_reserved() - before, self._pool)
+            num_bytes = torch.cuda.memory_reserved() - before
         torch.cuda.current_stream().wait_stream(self._stream)
-        return made
+        return CapturedGraph(parts.parts, output, num_bytes, self._pool, warm_up_seconds)
 
     def _begin(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -141,6 +143,16 @@ class CUDAPieces(Breaks):
         self._graph = self._begin()
 
 
+def _warm_up(work: Work, is_first: bool) -> float:
+    """The seconds that it took."""
+    started = time.perf_counter()
+    for _ in range(_WARM_UPS if is_first else 1):
+        work()
+    if is_first:
+        _free_memory()
+    return time.perf_counter() - started
+
+
 def _free_memory() -> None:
     """Gives back what warm-ups took: inside a capture the allocator cannot."""
     torch.cuda.synchronize()
@@ -154,7 +166,7 @@ def _like(arguments: Any, values: Iterable[Any]) -> Any:
 
 
 class _RecordedGraph:
-    num_bytes = 0
+    num_bytes, warm_up_seconds = 0, 0.0
 
     def __init__(self, work: Work, in_pieces: bool) -> None:
         self._calls: list[tuple[Callable[[Any], None], Any]] | None = [] if in_pieces else None
