@@ -50,8 +50,8 @@ class Traffic:
     waiting: int = 64
     """Requests that are kept waiting."""
     wave: int = 500
-    """Requests after which all are waited for. Every other wave has short prompts and outputs twice as long: as
-    these begin together and grow together, they run out of blocks."""
+    """Requests after which all are waited for. Every other wave has short prompts and outputs twice as long:
+    as these begin together and grow together, they run out of blocks."""
     cancelled: float = 0.05
     bad: float = 0.05
     checked: float = 0.01

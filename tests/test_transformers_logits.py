@@ -9,10 +9,12 @@ Shape legend: L tokens of a sequence, V vocabulary.
 
 from __future__ import annotations
 
+import gc
 from functools import cache, partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -22,6 +24,7 @@ from model_zoo import CHUNK, WINDOW, ZOO, EagerReference, make_model
 from op_cases import require
 from served_logits import KINDS, judge, make_engine, serve
 
+from attnbackend._torch_compat import compiled_call
 from attnbackend.compiler import make_compiler
 from attnbackend.integrations import transformers as integration
 
@@ -135,8 +138,28 @@ def test_compiled_models_give_the_same_logits(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(integration, "make_compiler", partial(make_compiler, compiler="aot_eager"))
     model, reference = make_model(name), model_and_reference(name)[1]
-    served = serve(make_engine(model, "TORCH_SDPA", compile=True))
-    assert set(judge(served, reference)) == KINDS
+    engine = make_engine(model, "TORCH_SDPA", compile=True)
+    engine.runner.model.compile_ends("aot_eager")  # type: ignore[attr-defined]
+    assert set(judge(serve(engine), reference)) == KINDS
+
+
+def test_what_stands_beside_the_layers_is_compiled_for_served_batches_alone(fresh_compiler: None) -> None:
+    graphs = []
+
+    def counted(graph_module: Any, inputs: Any) -> Any:
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    model = make_model("llama")
+    engine = make_engine(model, "TORCH_SDPA")
+    engine.runner.model.compile_ends(counted)  # type: ignore[attr-defined]
+    model(torch.tensor([[3, 4, 5]]))
+    assert not graphs
+    serve(engine)
+    assert 2 <= len(graphs) <= 4, "norm and angles, of one token and of several"
+    del engine
+    gc.collect()
+    assert not any(compiled_call(module) for module in model.modules())
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnbackend._torch_compat import compiled_call, run_module, set_compiled_call, with_own_code
 from attnbackend.compiler import make_compiler
+from attnbackend.forward_context import get_forward_context
 from attnbackend.fx_passes import FuseRopeCacheWrite, GraphPass, MergeLinears, SelectBackend
 from attnbackend.integrations.dense_cache import attend_dense
 from attnbackend.integrations.dense_masks import (
@@ -216,6 +217,14 @@ class TransformersModel:
                     with_own_code(run_module), backend=self.compiler, dynamic=True, fullgraph=True
                 )
             set_compiled_call(layer, _CompiledLayer(runs[kind], layer))
+        if self.device.type == "cuda":
+            self.compile_ends()
+
+    def compile_ends(self, compiler: str | Callable[..., Any] = "inductor") -> None:
+        """Compiles the norm behind the layers and the rotary angles before them, each a kernel then."""
+        for module in _ends(_decoder_layers(self._modules, self.model), self.model):
+            run = torch.compile(with_own_code(run_module), backend=compiler, dynamic=True)
+            set_compiled_call(module, _CompiledEnd(run, module))
 
     def _kind_of(self, layer: nn.Module) -> tuple[Any, ...]:
         """Layers of a kind compile alike; Dynamo counts recompilations for each kind by itself."""
@@ -282,8 +291,18 @@ class _CompiledLayer:
     layer: nn.Module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.run if isinstance(kwargs.get(BATCH), BatchTensors) else run_module
+        run = self.run if self._is_served(kwargs) else run_module
         return run(self.layer, *args, **kwargs)
+
+    def _is_served(self, kwargs: Mapping[str, Any]) -> bool:
+        return isinstance(kwargs.get(BATCH), BatchTensors)
+
+
+class _CompiledEnd(_CompiledLayer):
+    """The same for a module that is not told about the batch."""
+
+    def _is_served(self, kwargs: Mapping[str, Any]) -> bool:
+        return get_forward_context() is not None
 
 
 def _release(model: nn.Module, owner: object = None) -> None:
@@ -374,3 +393,22 @@ def _decoder_layers(attention_modules: Mapping[nn.Module, Any], model: nn.Module
             "make the engine with compile=False"
         )
     return layers
+
+
+def _ends(layers: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """The norms and rotary embeddings that stand beside the list of the layers."""
+    found = set(layers)
+    return [
+        child
+        for owner in model.modules()
+        if any(isinstance(x, nn.ModuleList) and not found.isdisjoint(x) for x in owner.children())
+        for child in owner.children()
+        if type(child).__name__.endswith("Norm") or _has_fixed_angles(child)
+    ]
+
+
+def _has_fixed_angles(module: nn.Module) -> bool:
+    """Whether it is a rotary embedding whose factors do not follow the lengths of a batch."""
+    rope_type = getattr(module, "rope_type", None)
+    of_fixed = isinstance(rope_type, str) and "dynamic" not in rope_type and rope_type != "longrope"
+    return of_fixed and type(module).__name__.endswith("RotaryEmbedding")
