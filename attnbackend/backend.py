@@ -77,6 +77,8 @@ class AttentionBackend(ABC):
     supports_attention_chunks: ClassVar[bool] = False
     supports_bidirectional_ranges: ClassVar[bool] = False
     supports_query_scale: ClassVar[bool] = False
+    supports_quantized_query: ClassVar[bool] = False
+    """Queries may come in float8_e4m3fn."""
     supports_output_scale: ClassVar[bool] = False
     supports_output_block_scale: ClassVar[bool] = False
     supports_per_head_quant_scales: ClassVar[bool] = False
@@ -123,6 +125,11 @@ class AttentionBackend(ABC):
         ``(num_blocks, 2, block_size, num_kv_heads, head_size)``.
         """
         return (0, 1, 2, 3, 4) if layout is KVCacheLayout.NHD else (0, 1, 3, 2, 4)
+
+    @classmethod
+    def query_dtype(cls, kv_cache_dtype: str) -> torch.dtype | None:
+        """The float8 type to which its ops convert queries for such a cache; None: they do not."""
+        return None
 
     @classmethod
     def quantizes_in_kernel(cls, head_size: int, group: int | None) -> bool:

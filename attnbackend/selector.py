@@ -75,6 +75,7 @@ class AttentionSelectorConfig:
     has_bidirectional_ranges: bool
     needs_lse: bool
     has_query_scale: bool
+    has_quantized_query: bool
     has_output_scale: bool
     has_output_block_scale: bool
     per_head_quant_scales: bool
@@ -121,6 +122,7 @@ class AttentionSelectorConfig:
         has_bidirectional_ranges: bool = False,
         needs_lse: bool = False,
         has_query_scale: bool = False,
+        has_quantized_query: bool = False,
         has_output_scale: bool = False,
         has_output_block_scale: bool = False,
         per_head_quant_scales: bool = False,

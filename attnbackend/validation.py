@@ -126,6 +126,7 @@ _RULES = (
     _flag("has_sinks", "supports_sinks", False),
     _flag("has_bidirectional_ranges", "supports_bidirectional_ranges", False),
     _flag("has_query_scale", "supports_query_scale", False),
+    _flag("has_quantized_query", "supports_quantized_query", False),
     _flag("has_output_scale", "supports_output_scale", False),
     _flag("has_output_block_scale", "supports_output_block_scale", False),
     _flag("per_head_quant_scales", "supports_per_head_quant_scales", False),

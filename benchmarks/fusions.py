@@ -1,9 +1,10 @@
 """`python -m benchmarks.fusions`: what each fusion of graph passes is worth in a decode step, on a GPU.
 
-Bfloat16 layers of Llama-8B's shape and of Qwen3-8B's (norms of heads before the rotation), random weights, a
-vocabulary of 1,024 so that layers count; 1,024 tokens of context; 1, 16 and 64 requests. Each side is
-an engine of its own; what is timed is the replay of its CUDA graph of a decode step, sides taking turns.
-Prints and writes medians, and how much less time a step takes than without the fusion.
+Bfloat16 layers of Llama-8B's shape, of Qwen3-8B's (norms of heads before the rotation) and of
+DeepSeek-V2-Lite's (latent attention; dense layers), random weights, a vocabulary of 1,024 so that layers
+count; 1,024 tokens of context; 1, 16 and 64 requests. Each side is an engine of its own; what is timed is the
+replay of its CUDA graph of a decode step, sides taking turns. Prints and writes medians, and how much less
+time a step takes than without the fusion.
 """
 
 from __future__ import annotations
@@ -19,28 +20,40 @@ from typing import Any
 import torch
 
 from attnbackend import Engine, SamplingParams
-from attnbackend.fx_passes import FuseRopeCacheWrite, GraphPass
+from attnbackend.fx_passes import FuseLatentRopeCacheWrite, FuseRopeCacheWrite, GraphPass
 from attnbackend.integrations.transformers import TransformersModel
 
-_SHAPE = {
-    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+_COMMON: dict[str, Any] = {
     "vocab_size": 1024, "max_position_embeddings": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
-_MODELS = {"Llama": 14336, "Qwen3": 12288}
+_DENSE = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+_MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {**_DENSE, "intermediate_size": 14336},
+    "Qwen3": {**_DENSE, "intermediate_size": 12288},
+    "DeepseekV2": {
+        "hidden_size": 2048, "intermediate_size": 10944, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+        "v_head_dim": 128, "first_k_dense_replace": 1000, "n_routed_experts": 2, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
+}  # fmt: skip
 _CONTEXT, _ROUNDS, _REPLAYS = 1024, 15, 10
 
 Sides = dict[str, tuple[bool, Sequence[GraphPass]]]
+_ROPE = (FuseRopeCacheWrite(), FuseLatentRopeCacheWrite())
 _SIDES: Sides = {
     "nothing": (False, ()),
     "merged linears": (True, ()),
-    "merged linears, rope + cache write": (True, (FuseRopeCacheWrite(),)),
+    "merged linears, rope + cache write": (True, _ROPE),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints and writes; see ``--help``."""
     parser = argparse.ArgumentParser("python -m benchmarks.fusions", description=__doc__)
-    parser.add_argument("--model", choices=_MODELS, action="append", help="may be repeated; default: both")
+    parser.add_argument("--model", choices=_MODELS, action="append", help="may be repeated; default: all")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--backend", help="default: the automatic choice")
@@ -66,7 +79,7 @@ def _engine(name: str, merges: bool, passes: Sequence[GraphPass], options: Any) 
     import transformers
 
     config = getattr(transformers, f"{name}Config")(
-        **_SHAPE, intermediate_size=_MODELS[name], num_hidden_layers=options.layers, dtype=torch.bfloat16
+        **_COMMON, **_MODELS[name], num_hidden_layers=options.layers, dtype=torch.bfloat16
     )
     torch.manual_seed(0)
     with torch.device("cuda"):

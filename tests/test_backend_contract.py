@@ -207,6 +207,7 @@ REJECTED = {
     "has_bidirectional_ranges": (True, "False, since TOY has no supports_bidirectional_ranges"),
     "needs_lse": (True, "False, since TOY declares no lse_base"),
     "has_query_scale": (True, "False, since TOY has no supports_query_scale"),
+    "has_quantized_query": (True, "False, since TOY has no supports_quantized_query"),
     "has_output_scale": (True, "False, since TOY has no supports_output_scale"),
     "has_output_block_scale": (True, "False, since TOY has no supports_output_block_scale"),
     "per_head_quant_scales": (True, "False, since TOY has no supports_per_head_quant_scales"),
@@ -250,6 +251,7 @@ def test_what_is_claimed_is_accepted():
     asked = {
         "causal": False, "sliding_window": 7, "logits_soft_cap": 30.0, "has_alibi": True,
         "has_sinks": True, "needs_lse": True, "has_query_scale": True, "has_output_scale": True,
+        "has_quantized_query": True,
         "has_output_block_scale": True, "per_head_quant_scales": True, "kv_cache_dtype": "fp8",
     }  # fmt: skip
     assert backend.validate_configuration(config(**asked)) == []

@@ -97,6 +97,7 @@ class Modest(HonestBackend):
     supports_sinks = False
     supports_non_causal = False
     supports_query_scale = False
+    supports_quantized_query = False
     supports_output_scale = False
     supports_output_block_scale = False
     supports_per_head_quant_scales = False
@@ -112,8 +113,8 @@ def test_a_backend_of_few_claims_is_held_to_those_and_refuses_the_rest() -> None
     refused = {outcome.case.split("-")[0] for outcome in report.outcomes if outcome.check == "refusal"}
     assert refused >= {
         "causal", "sliding_window", "logits_soft_cap", "has_alibi", "has_sinks", "has_query_scale",
-        "has_output_scale", "has_output_block_scale", "needs_lse", "head_size", "block_size", "dtype",
-        "kv_cache_dtype", "num_heads", "attn_type", "kv_cache_layout", "device_type",
+        "has_quantized_query", "has_output_scale", "has_output_block_scale", "needs_lse", "head_size",
+        "block_size", "dtype", "kv_cache_dtype", "num_heads", "attn_type", "kv_cache_layout", "device_type",
     }  # fmt: skip
     claims = {o.feature for o in report.outcomes}
     assert not claims & {"sliding_window", "alibi", "sinks", "per_head_quant_scales", "kv_cache_dtype"}

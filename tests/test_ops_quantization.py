@@ -54,6 +54,25 @@ def test_a_query_scale_and_a_key_scale_multiply(backend: str) -> None:
     torch.testing.assert_close(b.output, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", DENSE_BACKENDS)
+def test_a_query_in_float8_is_its_values_times_their_scale(backend: str) -> None:
+    require(backend)
+    b = _batch()
+    stored = b.query.to(torch.float8_e4m3fn)
+    expected = _exact(backend, b, query=stored.float() * 0.25)
+    args, kwargs = _call(b, q_scale=torch.full((1,), 0.25, device=DEVICE))
+    forward_op(backend)(stored, *args[1:], **kwargs)
+    torch.testing.assert_close(b.output, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_beside_a_query_in_float8_something_must_have_the_model_s_type() -> None:
+    b = _batch()
+    scale = torch.ones(1, device=DEVICE)
+    args, kwargs = _call(b, output=b.output.to(torch.float8_e4m3fn), output_scale=scale, lse=None)
+    with pytest.raises(ValueError, match="nothing else here has the model's type, give key"):
+        forward_op("TORCH_SDPA")(b.query.to(torch.float8_e4m3fn), None, None, *args[3:], **kwargs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8], ids=str)
 @pytest.mark.parametrize("backend", DENSE_BACKENDS)
 def test_a_static_output_scale_rounds_once_and_saturates(backend: str, dtype: torch.dtype) -> None:

@@ -45,7 +45,13 @@ class BatchMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
 
 
 class StandardImpl(AttentionImpl):
-    """For kernels that take no query scale, and may write no quantised output: both are done around them."""
+    """For kernels that take no query scale or quantised query, and may write no quantised output.
+
+    What they do not is done around them.
+    """
+
+    takes_quantized_query = False
+    """Whether `attend` may be given a query in float8."""
 
     def forward(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
@@ -53,12 +59,14 @@ class StandardImpl(AttentionImpl):
     ) -> None:  # fmt: skip
         k_scale = fold_query_scale(tensors.q_scale, tensors.k_scale)
         own = tensors._replace(q_scale=None, k_scale=k_scale)
+        if not self.takes_quantized_query:
+            query = query.to(self.params.dtype)
         quantized = is_quantized(tensors.output_scale, tensors.output_block_scale)
         if not quantized or self.quantizes(attn_metadata, own):
             output = output.view(torch.float8_e4m3fn) if output.dtype is torch.uint8 else output
             self.attend(query, key, value, kv_cache, attn_metadata, output, own)
             return
-        exact = torch.empty(output.shape, dtype=query.dtype, device=query.device)
+        exact = torch.empty(output.shape, dtype=self.params.dtype, device=query.device)
         own = own._replace(output_scale=None, output_block_scale=None)
         self.attend(query, key, value, kv_cache, attn_metadata, exact, own)
         quantize_output(exact, output, tensors.output_scale, tensors.output_block_scale)
@@ -112,6 +120,7 @@ class FullFeaturedBackend(StandardCacheBackend, abstract=True):
     supports_attention_chunks = True
     supports_bidirectional_ranges = True
     supports_query_scale = True
+    supports_quantized_query = True
     supports_output_scale = True
     supports_output_block_scale = True
     supports_per_head_quant_scales = True

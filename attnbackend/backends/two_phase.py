@@ -264,6 +264,11 @@ class TwoPhaseBackend(AttentionBackend, abstract=True, metaclass=_ClaimsOfBoth):
         return cls.parts[0].parse_kv_cache_shape(shape)
 
     @classmethod
+    def query_dtype(cls, kv_cache_dtype: str) -> torch.dtype | None:
+        prefill, decode = (part.query_dtype(kv_cache_dtype) for part in cls.parts)
+        return prefill if prefill is decode else None
+
+    @classmethod
     def quantizes_in_kernel(cls, head_size: int, group: int | None) -> bool:
         return all(part.quantizes_in_kernel(head_size, group) for part in cls.parts)
 

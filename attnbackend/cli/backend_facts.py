@@ -38,6 +38,7 @@ _FLAGS = {
     "supports_attention_chunks": "attention chunks",
     "supports_bidirectional_ranges": "bidirectional ranges",
     "supports_query_scale": "query scale",
+    "supports_quantized_query": "quantized query",
     "supports_output_scale": "output quantization",
     "supports_output_block_scale": "block-scaled output quantization",
     "supports_per_head_quant_scales": "per-head scales",

@@ -13,6 +13,7 @@ from attnbackend.fx_passes.graph_text import graph_text
 from attnbackend.fx_passes.merge_linears import MergeLinears
 from attnbackend.fx_passes.pass_manager import PassManager
 from attnbackend.fx_passes.plugins import installed_passes
+from attnbackend.fx_passes.quantize_queries import QuantizeQueries
 from attnbackend.fx_passes.recognise_attention import PagedState, RecogniseAttention
 from attnbackend.fx_passes.remove_no_ops import RemoveNoOps
 from attnbackend.fx_passes.retarget import retarget
@@ -36,6 +37,7 @@ __all__ = [
     "PassConfig",
     "PassManager",
     "PassReport",
+    "QuantizeQueries",
     "RecogniseAttention",
     "RemoveNoOps",
     "SelectBackend",

@@ -47,9 +47,7 @@ class _Match(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Node, ...]:
-        latent = [self.write.arguments()["kv_c"]]
-        if self.norm is not None:
-            latent = [self.norm.source, self.norm.weight]
+        latent = [self.write.arguments()["kv_c"]] if self.norm is None else self.norm.inputs
         return (*self.query.inputs, *self.key.inputs, *latent)
 
 

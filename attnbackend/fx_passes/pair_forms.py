@@ -18,7 +18,6 @@ from attnbackend.fx_passes.forms import (
     name_of,
     operands,
     past_casts,
-    same_memory,
     shape_of,
     view_source,
 )
@@ -41,8 +40,7 @@ class TurnedPairs(NamedTuple):
 
     def turns_as(self, other: TurnedPairs) -> bool:
         """Whether both turn the same pairs by the same angles."""
-        angles = ((self.cos, other.cos), (self.sin, other.sin))
-        same = all(a.axes == b.axes and same_memory(a.source, b.source) for a, b in angles)
+        same = self.cos.is_same(other.cos) and self.sin.is_same(other.sin)
         return same and self.interleaved == other.interleaved
 
     @property

@@ -19,7 +19,6 @@ from attnbackend.fx_passes.forms import (
     name_of,
     operands,
     past_casts,
-    same_memory,
     shape_of,
     view_source,
 )
@@ -41,7 +40,13 @@ class Norm(NamedTuple):
 
     source: Node
     weight: Node
-    eps: float
+    eps: float | Node
+    """A node where Dynamo takes the number for one that may change."""
+
+    @property
+    def inputs(self) -> list[Node]:
+        given = (self.source, self.weight, self.eps)
+        return [value for value in given if isinstance(value, Node)]
 
 
 class _Rotation(NamedTuple):
@@ -64,13 +69,12 @@ class RotatedHeads(NamedTuple):
 
     def has_angles_of(self, other: RotatedHeads) -> bool:
         """Whether both are rotated by the same angles."""
-        pairs = ((self.cos, other.cos), (self.sin, other.sin))
-        return all(a.axes == b.axes and same_memory(a.source, b.source) for a, b in pairs)
+        return self.cos.is_same(other.cos) and self.sin.is_same(other.sin)
 
     @property
     def inputs(self) -> list[Node]:
         found = [self.heads.source, self.cos.source, self.sin.source]
-        return found if self.norm is None else [*found, self.norm.weight]
+        return found if self.norm is None else [*found, *self.norm.inputs]
 
 
 def match_rotated_heads(node: Node) -> RotatedHeads:
@@ -228,9 +232,9 @@ def _norm_by_hand(node: Node) -> Norm:
     raise NoMatch(f"{node} is no norm")
 
 
-def _mean_square_eps(total: Any, x: Any) -> float:
+def _mean_square_eps(total: Any, x: Any) -> float | Node:
     mean, eps = operands(total, "add")
-    if not isinstance(eps, (int, float)) or name_of(mean) != "mean":
+    if not isinstance(tensor_of(eps), (int, float, torch.SymFloat)) or name_of(mean) != "mean":
         raise NoMatch(f"{total} is no mean of squares")
     dims = argument(mean, 1, "dim")
     dims = list(dims) if isinstance(dims, (list, tuple)) else [dims]
@@ -240,4 +244,4 @@ def _mean_square_eps(total: Any, x: Any) -> float:
     factors = squares.args if isinstance(squares, Node) else ()
     if (name_of(squares), factors) not in (("pow", (x, 2)), ("mul", (x, x)), ("square", (x,))):
         raise NoMatch(f"{squares} are no squares of {x}")
-    return float(eps)
+    return eps if isinstance(eps, Node) else float(eps)

@@ -122,13 +122,14 @@ def attention_config(call: AttentionCall, dims: KVCacheDims | None = None) -> At
     return AttentionSelectorConfig.dense(
         device_type=call.query.device.type, head_size=dims.head_size,
         num_heads=int(call.query.shape[1]), num_kv_heads=dims.num_kv_heads,
-        dtype=call.query.dtype, kv_cache_dtype=call.kv_cache_dtype, block_size=dims.block_size,
+        dtype=checks.model_dtype(call), kv_cache_dtype=call.kv_cache_dtype, block_size=dims.block_size,
         attn_type=AttentionType(call.attn_type), causal=call.causal,
         sliding_window=call.sliding_window, attention_chunk_size=call.attention_chunk_size,
         logits_soft_cap=call.logits_soft_cap,
         has_alibi=call.alibi_slopes is not None, has_sinks=call.sinks is not None,
         has_bidirectional_ranges=call.bidirectional_ranges is not None,
         needs_lse=call.lse is not None, has_query_scale=call.q_scale is not None,
+        has_quantized_query=call.query.dtype is torch.float8_e4m3fn,
         has_output_scale=call.output_scale is not None,
         has_output_block_scale=call.output_block_scale is not None,
         per_head_quant_scales=_per_head(call.k_scale) or _per_head(call.v_scale),
@@ -191,7 +192,7 @@ def check_update_call(
 def _params(call: AttentionCall, dims: KVCacheDims) -> AttentionParams:
     return AttentionParams(
         num_heads=call.query.shape[1], num_kv_heads=dims.num_kv_heads, head_size=dims.head_size,
-        dtype=call.query.dtype, kv_cache_dtype=call.kv_cache_dtype, block_size=dims.block_size,
+        dtype=checks.model_dtype(call), kv_cache_dtype=call.kv_cache_dtype, block_size=dims.block_size,
         device_type=call.query.device.type, scale=call.scale, causal=call.causal,
         sliding_window=call.sliding_window, attention_chunk_size=call.attention_chunk_size,
         logits_soft_cap=call.logits_soft_cap,

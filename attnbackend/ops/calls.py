@@ -17,7 +17,7 @@ class AttentionCall(NamedTuple):
     """One call of `attention` or of a backend's ``forward``."""
 
     query: Tensor
-    """[T, H, D]."""
+    """[T, H, D], in the model's type, or quantised to float8_e4m3fn where the backend claims it."""
     key: Tensor | None
     """[T, K, D], the new tokens' own, in the cache already; a backend may read them there instead.
     Encoder attention keeps no cache: these are its keys. Cross attention takes None: the encoder's

@@ -33,6 +33,7 @@ __all__ = [
     "check_slots",
     "check_update",
     "check_update_tokens",
+    "model_dtype",
 ]
 
 
@@ -65,7 +66,7 @@ def check_attention(call: AttentionCall, dims: KVCacheDims) -> None:
     _check_heads(call.query, dims)
     _check_scalars(call)
     check_kind(call, dims)
-    check_cache(call.kv_cache, call.kv_cache_dtype, call.query.dtype)
+    check_cache(call.kv_cache, call.kv_cache_dtype, model_dtype(call))
     if call.kv_cache.device != call.query.device:
         fail("device of kv_cache", call.kv_cache.device, f"{call.query.device}, as query")
     if (call.key is None) != (call.value is None):
@@ -95,7 +96,7 @@ def _check_heads(query: Tensor, dims: KVCacheDims) -> None:
 def _expected_tensors(call: AttentionCall, dims: KVCacheDims) -> Iterator[ExpectedTensor]:
     """Name, shape and allowed types of each tensor argument but the query, the cache and its scales."""
     _, heads, head_size = call.query.shape
-    model = (call.query.dtype,)
+    model = (model_dtype(call),)
     yield "key", ("T", dims.num_kv_heads, head_size), model
     yield "value", ("T", dims.num_kv_heads, head_size), model
     yield "output", ("T", heads, head_size), _QUANTIZED if _is_quantized(call) else model
@@ -109,6 +110,15 @@ def _expected_tensors(call: AttentionCall, dims: KVCacheDims) -> Iterator[Expect
     yield "q_scale", (1,), (torch.float32,)
     yield "output_scale", (1,), (torch.float32,)
     yield "output_block_scale", ("T", "groups"), (torch.float32,)
+
+
+def model_dtype(call: AttentionCall) -> torch.dtype:
+    """The type in which the model computes: the query's, or that of the others beside a query in float8."""
+    if call.query.dtype is not torch.float8_e4m3fn:
+        return call.query.dtype
+    if call.key is None and _is_quantized(call):
+        fail("dtype of query", call.query.dtype, "another: nothing else here has the model's type, give key")
+    return call.output.dtype if call.key is None else call.key.dtype
 
 
 def _is_quantized(call: AttentionCall) -> bool:

@@ -85,6 +85,7 @@ class FlashAttentionBackend(StandardCacheBackend, metaclass=_ClaimsOfProviders):
     supports_sinks = True
     supports_non_causal = True
     supports_query_scale = True
+    supports_quantized_query = True
     supports_output_scale = True
     supports_output_block_scale = True
 
@@ -99,6 +100,10 @@ class FlashAttentionBackend(StandardCacheBackend, metaclass=_ClaimsOfProviders):
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
         return FlashAttentionMetadataBuilder
+
+    @classmethod
+    def query_dtype(cls, kv_cache_dtype: str) -> torch.dtype | None:
+        return torch.float8_e4m3fn if kv_cache_dtype.startswith("fp8") else None
 
     @classmethod
     def unavailable_reason(cls, device_type: str) -> str | None:

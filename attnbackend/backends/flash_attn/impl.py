@@ -51,7 +51,7 @@ class FlashAttentionImpl(TritonWriterImpl):
         super().__init__(params)
         self._window = window_of(params.sliding_window, params.causal)
         self._routes: dict[bool, _Route] = {}
-        self._is_fp8 = params.kv_cache_dtype.startswith("fp8")
+        self._is_fp8 = self.takes_quantized_query = params.kv_cache_dtype.startswith("fp8")
 
     def route(self, *, alibi: bool) -> _Route:
         """How calls of this layer are served, found on the first one."""
@@ -106,7 +106,8 @@ class FlashAttentionImpl(TritonWriterImpl):
         shape = (rows, self.params.num_kv_heads)
         one = query.new_ones(1, dtype=torch.float32)
         k_scale, v_scale = (one if s is None else s for s in (tensors.k_scale, tensors.v_scale))
-        stored = query.clamp(-limit, limit).to(torch.float8_e4m3fn)
+        is_stored = query.dtype is torch.float8_e4m3fn
+        stored = query if is_stored else query.clamp(-limit, limit).to(torch.float8_e4m3fn)
         return stored, Descales(None, k_scale.expand(shape), v_scale.expand(shape))
 
     def _over_new_tokens(

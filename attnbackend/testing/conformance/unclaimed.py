@@ -25,6 +25,7 @@ _FLAGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "has_alibi": ("supports_alibi", {"use_alibi": True}, {}),
     "has_sinks": ("supports_sinks", {"use_sinks": True}, {}),
     "has_query_scale": ("supports_query_scale", {}, {"q_scale": (1,)}),
+    "has_quantized_query": ("supports_quantized_query", {}, {}),
     "has_output_scale": ("supports_output_scale", {}, {"output_scale": (1,)}),
     "has_output_block_scale": ("supports_output_block_scale", {}, {"output_block_scale": (3, 2)}),
 }

@@ -36,6 +36,8 @@ class Refusal(Check):
             return _not_a_reason(subject, case)
         batch = subject.batch(case.attention)
         extras = {name: _given(subject, value) for name, value in case.extras.items()}
+        if case.field == "has_quantized_query":
+            extras["query"] = batch.query.to(torch.float8_e4m3fn)
         if "output_scale" in extras or "output_block_scale" in extras:
             extras["output"] = torch.zeros(batch.output.shape, dtype=torch.uint8, device=subject.device)
         args, kwargs = subject.forward_args(batch, **extras)

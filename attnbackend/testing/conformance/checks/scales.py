@@ -65,6 +65,10 @@ def _query_scale(subject: Subject, batch: PagedBatch) -> Sequence[str]:
     subject.run_forward(batch, q_scale=_scale(subject, _Q_SCALE))
     scaled = replace(batch.case, scale=batch.case.softmax_scale * _Q_SCALE)
     assert_attention_within_rule(replace(batch, case=scaled))
+    if subject.backend.supports_quantized_query:
+        stored = batch.query.to(torch.float8_e4m3fn)
+        subject.run_forward(batch, query=stored, q_scale=_scale(subject, _Q_SCALE))
+        assert_attention_within_rule(replace(batch, case=scaled, query=stored.to(batch.query.dtype)))
     return ()
 
 
