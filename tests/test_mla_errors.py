@@ -252,3 +252,35 @@ def test_a_workspace_without_a_token_is_refused(tokens: int) -> None:
         pytest.raises(ValueError, match=rf"mla_context_tokens={tokens} "),
     ):
         mixed(make_mla_batch(mla_case("plain")))
+
+
+def test_in_debug_mode_a_position_that_is_selected_twice_is_found() -> None:
+    made = batch(top_k=4)
+    made.topk_indices[1] = torch.tensor([7, -1, 3, -1])
+    with set_config(debug=True):
+        mqa(made)
+    made.topk_indices[2] = torch.tensor([3, 7, 1, 3])
+    with (
+        set_config(debug=True),
+        pytest.raises(ValueError, match=r"topk_indices\[2\] is 3 twice; expected each"),
+    ):
+        mqa(made)
+
+
+@pytest.mark.parametrize(
+    ("starts_q", "starts_k", "message"),
+    [
+        ((0, 5), (0, 9), r"cu_seqlens_k\[-1\] is 9; expected at most 5, the rows of key"),
+        ((0, 9), (0, 5), r"cu_seqlens_q\[-1\] is 9; expected at most 5, the rows of query"),
+        ((0, 3, 2), (0, 3, 5), r"cu_seqlens_q\[2\] is 2; expected no less than"),
+        ((0, 5), (1, 5), r"cu_seqlens_k\[0\] is 1; expected 0"),
+    ],
+)
+def test_in_debug_mode_sequences_outside_of_their_rows_are_found(
+    starts_q: tuple[int, ...], starts_k: tuple[int, ...], message: str
+) -> None:
+    resolve_backend("TORCH_MLA")
+    starts = (torch.tensor(x, dtype=torch.int32) for x in (starts_q, starts_k))
+    query, value = torch.zeros(5, 2, 24), torch.zeros(5, 2, 16)
+    with set_config(debug=True), pytest.raises(ValueError, match=message):
+        torch.ops.attnbackend.torch_mla_forward_mha(query, query, value, value.clone(), *starts, scale=0.2)

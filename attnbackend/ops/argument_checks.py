@@ -73,13 +73,16 @@ def check_no_grad(*tensors: Tensor | None) -> None:
         )
 
 
-def check_query_start_loc(starts: Tensor, tokens: int) -> None:
+def check_query_start_loc(
+    starts: Tensor, tokens: int, name: str = "query_start_loc", rows: str = "query"
+) -> None:
+    """Debug: ``starts``, on the host, cuts ``tokens`` rows of ``rows`` in sequences."""
     if int(starts[0]) != 0:
-        fail("query_start_loc[0]", int(starts[0]), "0")
+        fail(f"{name}[0]", int(starts[0]), "0")
     if row := first_place(starts.diff() < 0):
-        fail(f"query_start_loc[{row[0] + 1}]", int(starts[row[0] + 1]), "no less than the one before it")
+        fail(f"{name}[{row[0] + 1}]", int(starts[row[0] + 1]), "no less than the one before it")
     if int(starts[-1]) > tokens:
-        fail("query_start_loc[-1]", int(starts[-1]), f"at most {tokens}, the rows of query")
+        fail(f"{name}[-1]", int(starts[-1]), f"at most {tokens}, the rows of {rows}")
 
 
 def first_place(wrong: Tensor) -> tuple[int, ...] | None:

@@ -264,6 +264,8 @@ def run_mha(name: str, call: MLAPrefillCall) -> None:
     if impl is None:
         impl = remember(_PREFILLS, key, _impl(check_mha_call(name, call), _prefill_params(call)))
     checks.check_same_rows(call)
+    if debug_checks_enabled():
+        checks.check_mha_rows(call)
     if call.query.shape[0]:
         metadata = MLAPrefillMetadata(
             cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, causal=call.causal,

@@ -24,6 +24,7 @@ from attnbackend.ops.mla_calls import MLAAttentionCall, MLACacheUpdateCall, MLAM
 
 __all__ = [
     "check_mha",
+    "check_mha_rows",
     "check_mixed",
     "check_mla_rows",
     "check_mla_slots",
@@ -143,6 +144,21 @@ def check_mla_rows(call: MLAAttentionCall | MLAMixedCall) -> None:
     if place := first_place(used & ((table < 0) | (table >= num_blocks))):
         name = f"block_table[{place[0]}, {place[1]}]"
         fail(name, int(table[place]), f"0 to {num_blocks - 1}, the cache's blocks")
+    if isinstance(call, MLAAttentionCall) and call.topk_indices is not None:
+        _check_none_twice(call.topk_indices.cpu())
+
+
+def _check_none_twice(topk_indices: Tensor) -> None:
+    sorted_TN = topk_indices.sort(-1).values
+    if place := first_place((sorted_TN.diff() == 0) & (sorted_TN[:, 1:] >= 0)):
+        found = f"{int(sorted_TN[place])} twice"
+        fail(f"topk_indices[{place[0]}]", found, "each position once, since a kernel may count it twice")
+
+
+def check_mha_rows(call: MLAPrefillCall) -> None:
+    """Debug: sequences lie within the tokens and the keys. Waits for the device."""
+    check_query_start_loc(call.cu_seqlens_q.cpu(), call.query.shape[0], "cu_seqlens_q")
+    check_query_start_loc(call.cu_seqlens_k.cpu(), call.key.shape[0], "cu_seqlens_k", "key")
 
 
 def check_mla_slots(call: MLACacheUpdateCall) -> None:
