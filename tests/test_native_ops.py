@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from ctypes import CDLL
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,10 @@ from attnbackend.backends import cpu_attn
 from attnbackend.backends.mla import cpu_mla
 from attnbackend.kernels.cpu import BuildError
 from attnbackend.native_calls import python_only
-from attnbackend.ops import native
+from attnbackend.ops import native, packed_linear
 from attnbackend.registry import registry_scope
 from attnbackend.testing import (
+    assert_within_rule,
     kv_update_kwargs,
     kv_update_positional,
     make_batch,
@@ -282,3 +284,75 @@ def test_where_the_ops_do_not_build_the_list_says_why(monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "load_ops", load)
     monkeypatch.setattr(native, "serve_cpu_ops", native.serve_cpu_ops.__wrapped__)
     assert native.how_ops_are_called() == "C++, called through Python: no headers"
+
+
+# Linear layers
+
+
+@pytest.fixture
+def in_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of the calls of `packed_linear` that Python served."""
+    rows: list[int] = []
+
+    def linear(x: Tensor, *args: Tensor | None) -> Tensor:
+        rows.append(x.shape[:-1].numel())
+        return torch.nn.functional.linear(x, *args)
+
+    monkeypatch.setattr(packed_linear, "F", SimpleNamespace(linear=linear))
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 1), (64, 33), (160, 48), (544, 16)])
+def test_few_rows_are_multiplied_as_well_as_torch_does(
+    dtype: torch.dtype, rows: int, inputs: int, outputs: int, in_python: list[int]
+) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(1, rows, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
+    for bias in (None, torch.randn(outputs, dtype=dtype)):
+        arguments = [None if y is None else y.double() for y in (x, weight, bias)]
+        exact, torch_s = torch.nn.functional.linear(*arguments), torch.nn.functional.linear(x, weight, bias)
+        with packed_linear.packed_weights_in_use():
+            own = packed_linear.packed_linear(x, weight, bias)
+        assert (own.shape, own.dtype, own.is_contiguous()) == (exact.shape, dtype, True)
+        assert_within_rule(own, exact, torch_s)
+    assert not in_python
+
+
+def test_nan_and_infinity_stay_in_their_rows(in_python: list[int]) -> None:
+    x, weight = torch.ones(3, 64), torch.ones(20, 64)
+    x[0, 5], x[1, 7], weight[3] = torch.nan, torch.inf, 0.0
+    with packed_linear.packed_weights_in_use():
+        own = packed_linear.packed_linear(x, weight)
+    assert not in_python
+    torch.testing.assert_close(own, torch.nn.functional.linear(x, weight), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (torch.ones(17, 64), torch.ones(8, 64)), (torch.ones(2, 48), torch.ones(8, 48)),
+        (torch.ones(64, 2).T, torch.ones(8, 64)), (torch.ones(2, 64), torch.ones(64, 8).T),
+        (torch.ones(0, 64), torch.ones(8, 64)), (torch.ones(2, 64).double(), torch.ones(8, 64).double()),
+    ],
+    ids=["many rows", "an odd size", "strided rows", "a strided weight", "no rows", "float64"],
+)  # fmt: skip
+def test_other_products_are_python_s(x: Tensor, weight: Tensor, in_python: list[int]) -> None:
+    with packed_linear.packed_weights_in_use():
+        own = packed_linear.packed_linear(x, weight)
+    assert in_python == [len(x)]
+    assert torch.equal(own, x @ weight.T)
+
+
+def test_products_that_do_not_fit_are_torch_s_to_refuse() -> None:
+    x, weight = torch.ones(2, 64), torch.ones(8, 32)
+    with packed_linear.packed_weights_in_use():
+        kind, message = outcome(lambda: packed_linear.packed_linear(x, weight))
+    assert (kind, message) == outcome(lambda: torch.nn.functional.linear(x, weight))
+    assert kind is RuntimeError
+
+
+def test_a_model_used_by_itself_multiplies_as_torch_does(in_python: list[int]) -> None:
+    packed_linear.packed_linear(torch.ones(2, 64), torch.ones(8, 64))
+    assert in_python == [2]

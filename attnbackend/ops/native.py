@@ -8,18 +8,21 @@ as nothing of a call changed beside the number of tokens and what its tensors ho
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import CDLL, Structure, byref, c_char_p, c_int64, c_void_p, cast, pointer
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnbackend.kernels.cpu import BuildError, library, load_ops, unavailable_reason
 from attnbackend.native_calls import EPOCH, PYTHON_ONLY
 from attnbackend.ops.calls import SCHEMA_TYPES
 from attnbackend.ops.generate import op_name, python_run
 from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, MLA_ATTENTION, MLA_CACHE_UPDATE, OpRole
+from attnbackend.ops.packed_linear import LINEAR_SCHEMA, WHEN_USED, multiply
 from attnbackend.registry import is_overridden
 
 __all__ = ["how_ops_are_called", "serve_cpu_ops"]
@@ -37,7 +40,8 @@ class _Shared(Structure):
     """As in known_calls.h."""
 
     _fields_ = (
-        ("attention", c_void_p), ("cache_write", c_void_p), ("python_only", c_void_p), ("epoch", c_void_p),
+        ("attention", c_void_p), ("cache_write", c_void_p), ("linear", c_void_p), ("python_only", c_void_p),
+        ("epoch", c_void_p),
     )  # fmt: skip
 
 
@@ -55,12 +59,16 @@ def serve_cpu_ops() -> str | None:
         return str(error)
     ops.attnbackend_ops_kinds.restype = c_char_p
     ops.attnbackend_ops_verdict.argtypes = [c_int64, c_char_p]
-    own, kinds = " ".join(_kinds(role) for _, role in _SERVED), ops.attnbackend_ops_kinds().decode()
+    own = " ".join([*(_kinds(role) for _, role in _SERVED), "WWw"])
+    kinds = ops.attnbackend_ops_kinds().decode()
     assert kinds.translate(str.maketrans("Tt", "Ww")) == own, f"ops.cpp takes {kinds}, the schemas say {own}"
     for backend, role in _SERVED:
         name = op_name(backend, role)
         _LIBRARY.define(f"{name}{role.schema}")
-        _LIBRARY.impl(name, _python_op(backend, role, ops), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _attention_op(backend, role, ops), "CompositeExplicitAutograd")
+    _LIBRARY.define(f"packed_linear{LINEAR_SCHEMA}")
+    _LIBRARY.impl("packed_linear", _linear_op(ops), "CompositeExplicitAutograd")
+    WHEN_USED.append(ops.attnbackend_ops_serve_linear)
     ops.attnbackend_ops_share(byref(_shared(kernels)))
     return None
 
@@ -78,26 +86,42 @@ def _kinds(role: OpRole) -> str:
 
 
 def _shared(kernels: CDLL) -> _Shared:
-    functions = (kernels.attnbackend_attention, kernels.attnbackend_cache_write)
+    functions = (kernels.attnbackend_attention, kernels.attnbackend_cache_write, kernels.attnbackend_linear)
     numbers = (pointer(PYTHON_ONLY), pointer(EPOCH))
     return _Shared(*(cast(x, c_void_p) for x in (*functions, *numbers)))
 
 
-def _python_op(backend: str, role: OpRole, ops: CDLL) -> Callable[..., None]:
-    """Serves a call and says how it went; an exception of Python's would not get through C++ as it is."""
+def _attention_op(backend: str, role: OpRole, ops: CDLL) -> Callable[..., None]:
     run = python_run(backend, role)
 
     def serve(*args: Any, **kwargs: Any) -> None:
         call = role.call(*args, **kwargs)
-        try:
+        with _telling(ops):
             run(call)
-        except ValueError as error:
-            ops.attnbackend_ops_verdict(_VALUE_ERROR, str(error).encode())
-        except Exception as error:
-            kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
-            ops.attnbackend_ops_verdict(_RUNTIME_ERROR, f"{kind}{error}".encode())
-        else:
             teaches = len(call[0]) > 0 and not is_overridden(backend)
             ops.attnbackend_ops_verdict(_TEACHES if teaches else _GIVEN, b"")
 
     return serve
+
+
+def _linear_op(ops: CDLL) -> Callable[..., Tensor]:
+    def serve(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        result = input  # of a call that failed
+        with _telling(ops):
+            result = multiply(input, weight, bias)
+            ops.attnbackend_ops_verdict(_GIVEN, b"")
+        return result
+
+    return serve
+
+
+@contextmanager
+def _telling(ops: CDLL) -> Iterator[None]:
+    """Tells C++ of exceptions, which would not get through it as they are."""
+    try:
+        yield
+    except ValueError as error:
+        ops.attnbackend_ops_verdict(_VALUE_ERROR, str(error).encode())
+    except Exception as error:
+        kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
+        ops.attnbackend_ops_verdict(_RUNTIME_ERROR, f"{kind}{error}".encode())

@@ -9,7 +9,7 @@ Shape legend: N rows, I input features, O output features.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -19,7 +19,9 @@ from torch import Tensor
 from attnbackend._torch_compat import StorageRef, multiply_packed, pack_weight
 from attnbackend.ops.library import NAMESPACE, define_function
 
-__all__ = ["PackedWeight", "packed_linear", "packed_weights_in_use"]
+__all__ = [
+    "LINEAR_SCHEMA", "WHEN_USED", "PackedWeight", "multiply", "packed_linear", "packed_weights_in_use",
+]  # fmt: skip
 
 
 class PackedWeight:
@@ -56,14 +58,26 @@ _PACKED: weakref.WeakValueDictionary[int, PackedWeight] = weakref.WeakValueDicti
 _IN_USE: ContextVar[bool] = ContextVar("attnbackend_packed_weights_in_use", default=False)
 
 
+WHEN_USED: list[Callable[[bool], object]] = []
+"""Are told, on the thread that it is about, whether packed copies may be used from here on."""
+
+
 @contextmanager
 def packed_weights_in_use() -> Iterator[None]:
-    """The op uses packed copies inside the ``with`` block alone: a model used by itself never does."""
+    """The op uses packed copies, and own kernels, inside the ``with`` block alone: a model used by itself
+    never does."""
     token = _IN_USE.set(True)
     try:
+        _tell(True)
         yield
     finally:
         _IN_USE.reset(token)
+        _tell(_IN_USE.get())
+
+
+def _tell(used: bool) -> None:
+    for told in WHEN_USED:
+        told(used)
 
 
 def _version(x: Tensor) -> int:
@@ -71,7 +85,8 @@ def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def _run(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def multiply(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """The op, in Python."""
     packed = _PACKED.get(weight_OI.data_ptr()) if _IN_USE.get() else None
     if packed is None or not packed.is_of(weight_OI):
         return F.linear(x, weight_OI, bias_O)
@@ -82,6 +97,5 @@ def _fake(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
 
 
-packed_linear = define_function(
-    f"{NAMESPACE}::packed_linear", "(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", _run, _fake
-)
+LINEAR_SCHEMA = "(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor"
+packed_linear = define_function(f"{NAMESPACE}::packed_linear", LINEAR_SCHEMA, multiply, _fake)

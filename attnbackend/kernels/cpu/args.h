@@ -41,6 +41,15 @@ struct WriteArgs {
   int64_t source_dtype, cache_dtype, threads;
 };
 
+// `inputs` is a multiple of so many: whole vectors of every kind.
+constexpr int64_t LINEAR_MULTIPLE = 32;
+// output [rows, outputs] = x [rows, inputs] . weight [outputs, inputs] + bias [outputs], all of one dtype.
+struct LinearArgs {
+  const void *x, *weight, *bias;  // bias: null for none
+  void* output;
+  int64_t rows, inputs, outputs, x_row, weight_row, dtype, threads;
+};
+
 // Why a call was refused: the code names the rule, a, b and c are the numbers of its message.
 struct Refusal {
   int64_t code, a, b, c;

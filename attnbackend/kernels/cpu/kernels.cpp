@@ -1,5 +1,6 @@
 // Entry points. Nothing here depends on Python or torch headers.
 #include "attention.h"
+#include "linear.h"
 
 static int64_t tiles_of(const Item& item) { return (item.key1 - item.key0 + KT - 1) / KT; }
 
@@ -175,6 +176,7 @@ int64_t attnbackend_cache_write(const WriteArgs* args) {
   last_refusal = cache_write(*args);
   return last_refusal.code;
 }
+void attnbackend_linear(const LinearArgs* args) { linear(*args); }
 void attnbackend_last_refusal(Refusal* refusal) { *refusal = last_refusal; }
 int64_t attnbackend_struct_sizes(void) {
   return static_cast<int64_t>(sizeof(AttentionArgs)) * 65536 + sizeof(WriteArgs);

@@ -12,6 +12,7 @@
 struct Shared {
   int64_t (*attention)(const AttentionArgs*);
   int64_t (*cache_write)(const WriteArgs*);
+  void (*linear)(const LinearArgs*);
   const volatile int64_t* python_only;  // above 0 while something is in force that Python alone honours
   const volatile int64_t* epoch;        // moves when what is known of calls may no longer hold
 };
@@ -74,9 +75,11 @@ static bool is_for_python() {
 }
 
 // The same call through the op `general`, which is Python and says how it went. Whether it teaches.
-static bool call_python(const char* general, const Arguments& call) {
+static bool call_python(const char* general, const Arguments& call, bool returns_tensor = false) {
   verdict = NONE;
   const AOTITorchError failed = torch_call_dispatcher(general, "", call.stack, TORCH_ABI_VERSION);
+  if (!failed && returns_tensor && verdict > TEACHES)
+    aoti_torch_delete_tensor_object(torch::stable::detail::to<AtenTensorHandle>(call.stack[0]));
   if (verdict == VALUE_ERROR) throw std::invalid_argument(message);
   if (verdict == RUNTIME_ERROR) throw std::runtime_error(message);
   if (failed || verdict == NONE) throw std::runtime_error(std::string(general) + " failed");
