@@ -57,12 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--backend", help="default: the automatic choice")
+    parser.add_argument("--side", choices=_SIDES, action="append", help="may be repeated; default: all")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step of each side")
     parser.add_argument("--output", type=Path, help="default: print only")
     options = parser.parse_args(arguments)
     result: dict[str, Any] = {}
     for name in options.model or _MODELS:
-        engines = {side: _engine(name, *what, options) for side, what in _SIDES.items()}
+        engines = {
+            side: _engine(name, *what, options)
+            for side, what in _SIDES.items()
+            if side in (options.side or _SIDES)
+        }
         for batch in options.batch:
             result[f"{name}, batch {batch}"] = found = _measure(engines, batch, options)
             print(f"{name}, batch {batch}: {json.dumps(found)}", flush=True)

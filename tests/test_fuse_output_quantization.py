@@ -12,7 +12,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from graph_lines import renumbered
-from op_cases import require
+from op_cases import DEVICE, require
 from torch import Tensor
 
 import attnbackend
@@ -27,15 +27,18 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 def attend(q: Tensor, cache: Tensor, **options: Any) -> Tensor:
     """Two requests of three and one tokens, one token of padding; zeros there."""
     out = torch.empty_like(q)
-    starts, lens = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([20, 9], dtype=torch.int32)
-    table = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
+    ints = {"dtype": torch.int32, "device": q.device}
+    starts, lens = torch.tensor([0, 3, 4], **ints), torch.tensor([20, 9], **ints)
+    table = torch.tensor([[1, 2], [3, 0]], **ints)
     ops.attention(q, None, None, cache, out, starts, lens, table, scale=0.2, **options)
     return out
 
 
-def given() -> list[Tensor]:
+def given(backend: str | None = None) -> list[Tensor]:
+    """On a GPU for the backend that needs one where there is one."""
     torch.manual_seed(0)
-    return [torch.randn(T, H, D), torch.randn(4, 2, 16, K, D) * 3, torch.tensor([0.003])]
+    tensors = [torch.randn(T, H, D), torch.randn(4, 2, 16, K, D) * 3, torch.tensor([0.003])]
+    return [x.to(DEVICE if backend == "TRITON_ATTN" else "cpu") for x in tensors]
 
 
 Step = Callable[[Tensor, Tensor, Tensor], Any]
@@ -56,7 +59,7 @@ def run(step: Step, backend: str | None = "CPU_ATTN", **options: Any) -> tuple[A
     passes: list[GraphPass] = [FuseOutputQuantization(**options), Look()]
     passes += [SelectBackend(backend)] if backend else []
     compiled: Any = attnbackend.compile(step, passes=passes, compiler="aot_eager", fullgraph=True)
-    result = compiled(*given())
+    result = compiled(*given(backend))
     reports = compiled.attnbackend_compiler.reports
     return result, str(next(r for r in reports if r.pass_name == "fuse_output_quantization")), seen[0]
 
@@ -84,7 +87,7 @@ def test_quantisation_that_the_op_does_itself(step: Step, backend: str | None) -
     if backend:
         require(backend)
     with attnbackend.set_config(backend=backend or "CPU_ATTN"):
-        expected = step(*given())
+        expected = step(*given(backend))
         actual, report, text = run(step, backend, in_kernel_only=backend == "TRITON_ATTN")
     assert "1 changes" in report, report
     assert actual.dtype == expected.dtype
@@ -104,8 +107,8 @@ def test_the_graph_after() -> None:
     assert_expected_inline(
         "\n".join(renumbered(text).splitlines()[-6:]),
         """\
-%2 = tensor([20, 9], dtype=torch.int32)
-%3 = tensor([[1, 2], [3, 0]], dtype=torch.int32)
+%2 = tensor([20, 9], dtype=torch.int32, device=device(type='cpu'))
+%3 = tensor([[1, 2], [3, 0]], dtype=torch.int32, device=device(type='cpu'))
 %4 = aten::empty_like(%0, dtype=torch.float8_e4m3fn)
 %5 = attnbackend::cpu_attn_forward(l_q_, None, None, l_cache_, !%4, %1, %2, %3, scale=0.2, output_scale=l_scale_)
 %6 = flatten(%4, 1)
@@ -139,7 +142,7 @@ def head_by_head(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
 def test_quantisation_group_by_group(step: Step, backend: str) -> None:
     require(backend)
     with attnbackend.set_config(backend=backend):
-        expected, expected_scales = step(*given())
+        expected, expected_scales = step(*given(backend))
     (actual, scales), report, text = run(step, backend, in_kernel_only=backend == "TRITON_ATTN")
     assert "1 changes" in report, report
     assert (actual.dtype, actual.shape) == (E4M3, expected.shape)
