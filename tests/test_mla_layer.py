@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -192,7 +193,7 @@ class Quantized(nn.Module):
         self.register_buffer("rows", (weight / self.scale[:, None]).round().to(torch.int8))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.rows.to(x.dtype) * self.scale[:, None]).t()
+        return x @ (self.rows * self.scale[:, None]).to(x.dtype).t()
 
 
 def test_a_quantised_projection_is_dequantised_when_the_layer_is_bound() -> None:
@@ -209,6 +210,16 @@ def test_a_quantised_projection_is_dequantised_when_the_layer_is_bound() -> None
     torch.testing.assert_close(own(*batch.new), layer(*batch.new), rtol=1e-6, atol=1e-6)
 
 
+def test_a_quantised_projection_is_dequantised_in_the_model_s_type_whatever_its_scales_are() -> None:
+    layer = make_layer().bfloat16()
+    parts = dict(layer.named_children())
+    parts["kv_b_proj"] = Quantized(parts["kv_b_proj"].weight.float())
+    own = MLAAttention.from_projections(parts, HEADS, DIMS, scale=layer.scale)
+    own.split_kv_b()
+    assert own.kv_b_weight.dtype is torch.bfloat16
+    torch.testing.assert_close(own.kv_b_weight, layer.kv_b_weight, rtol=0.0, atol=0.02)
+
+
 def test_the_split_weight_is_the_projection_s_own_memory() -> None:
     layer = make_layer()
     assert layer.kv_b_weight.data_ptr() == layer.kv_b_proj.weight.data_ptr()
@@ -221,12 +232,53 @@ def _with_bias() -> None:
     layer.bind(BoundLayer(torch.zeros(2, BLOCK, 48)))
 
 
+def _with_hidden_bias() -> None:
+    class Biased(Quantized):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    layer = make_layer()
+    layer.kv_b_proj = Biased(layer.kv_b_proj.weight)
+    layer.split_kv_b()
+
+
+def _of_sizes(**changes: int) -> None:
+    parts = dict(make_layer().named_children())
+    MLAAttention.from_projections(parts, HEADS, replace(DIMS, **changes), scale=1.0).split_kv_b()
+
+
+def _turned_by(tokens: int, half: int) -> Tensor:
+    layer, batch = make_layer(), Batch("decode")
+    hidden, _, _, where = batch.new
+    return layer(hidden, torch.ones(tokens, half), torch.zeros(tokens, half), where)
+
+
 FAULTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no cache": (
         lambda: MLAAttention(HIDDEN, HEADS, DIMS)(*Batch("decode").new), RuntimeError,
         r"this MLAAttention layer has no cache; call bind",
     ),
     "a bias of kv_b_proj": (_with_bias, ValueError, "kv_b_proj has a bias"),
+    "a bias of a quantised kv_b_proj": (_with_hidden_bias, ValueError, "kv_b_proj has a bias"),
+    "narrower values than the weight's": (
+        lambda: _of_sizes(v_head_dim=10), ValueError,
+        r"the weight of kv_b_proj is \(176, 32\); expected \(4 \* 34, 32\)",
+    ),
+    "narrower keys than the weight's": (
+        lambda: _of_sizes(qk_nope_head_dim=20), ValueError, r"q_b_proj gives 160 elements; expected .* = 144",
+    ),
+    "another rank than the weight's": (
+        lambda: _of_sizes(kv_lora_rank=16), ValueError, "kv_a_proj_with_mqa gives 48 elements; .* = 32, for",
+    ),
+    "an odd number of rotated elements": (
+        lambda: _of_sizes(qk_rope_head_dim=15), ValueError, "qk_rope_head_dim is 15; expected an even",
+    ),
+    "angles of one token": (
+        lambda: _turned_by(1, 8), ValueError, r"shape of cos is \(1, 8\); expected \(3, 8\)",
+    ),
+    "angles of both halves": (
+        lambda: _turned_by(3, 16), ValueError, r"shape of cos is \(3, 16\); expected \(3, 8\)",
+    ),
     "sizes left open": (
         lambda: MLAAttention(HIDDEN, HEADS, MLADims(kv_lora_rank=32, qk_rope_head_dim=16)), ValueError,
         "lacks qk_nope_head_dim or v_head_dim",

@@ -84,7 +84,7 @@ class MLAAttention(nn.Module):
             num_heads, dims, scale, interleaved: as the constructor's.
 
         Raises:
-            ValueError: a projection is missing.
+            ValueError: a projection is missing, or gives another number of elements than ``dims`` say.
         """
         query = ("q_proj",) if "q_proj" in projections else _LATENT_QUERY
         if missing := [name for name in (*query, *_KEYS) if name not in projections]:
@@ -94,11 +94,31 @@ class MLAAttention(nn.Module):
         layer._set_up(num_heads, dims, scale, interleaved)
         for name in (*query, *_KEYS):
             setattr(layer, name, projections[name])
+        layer._check_projections(query[-1])
         return layer
+
+    def _check_projections(self, last_of_query: str) -> None:
+        """Of those that say how many elements they give."""
+        rows = self.dims.kv_lora_rank + self.dims.qk_rope_head_dim
+        wanted = {
+            last_of_query: (
+                "num_heads * (qk_nope_head_dim + qk_rope_head_dim)",
+                self.num_heads * self.qk_head_dim,
+            ),
+            _KEYS[0]: ("kv_lora_rank + qk_rope_head_dim", rows),
+        }
+        for name, (what, size) in wanted.items():
+            found = getattr(getattr(self, name), "out_features", size)
+            if found != size:
+                raise ValueError(f"{name} gives {found} elements; expected {what} = {size}, for {self.dims}")
 
     def _set_up(self, num_heads: int, dims: MLADims, scale: float | None, interleaved: bool) -> None:
         if dims.qk_nope_head_dim is None or dims.v_head_dim is None:
             raise ValueError(f"{dims} lacks qk_nope_head_dim or v_head_dim, which a layer must know")
+        if dims.qk_rope_head_dim % 2:
+            raise ValueError(
+                f"qk_rope_head_dim is {dims.qk_rope_head_dim}; expected an even number: pairs turn"
+            )
         self.num_heads, self.dims, self.interleaved = num_heads, dims, interleaved
         self.qk_nope_head_dim, self.v_head_dim = dims.qk_nope_head_dim, dims.v_head_dim
         self.qk_head_dim = dims.qk_nope_head_dim + dims.qk_rope_head_dim
@@ -118,19 +138,49 @@ class MLAAttention(nn.Module):
         whose weight is viewed; any other is dequantised.
 
         Raises:
-            ValueError: ``kv_b_proj`` has a bias.
+            ValueError: ``kv_b_proj`` has a bias, or other sizes than the layer.
         """
-        if getattr(self.kv_b_proj, "bias", None) is not None:
+        if self._is_plain():
+            biased = self.kv_b_proj.bias is not None
+        else:
+            self.dequantized_kv_b, biased = self._dequantized()
+        if biased:
             raise ValueError("kv_b_proj has a bias, which keys and values of latent attention do not have")
-        if type(self.kv_b_proj) not in _PLAIN:
-            self.dequantized_kv_b = _dequantized(self.kv_b_proj, self.dims.kv_lora_rank)
+        found, rows = tuple(self._whole_kv_b.shape), self.qk_nope_head_dim + self.v_head_dim
+        if found != (self.num_heads * rows, self.dims.kv_lora_rank):
+            raise ValueError(
+                f"the weight of kv_b_proj is {found}; expected ({self.num_heads} * {rows}, "
+                f"{self.dims.kv_lora_rank}): num_heads * (qk_nope_head_dim + v_head_dim) rows of kv_lora_rank"
+            )
+
+    def _is_plain(self) -> bool:
+        """Whether the projection's weight is memory that can be viewed, not a tensor of quantised parts."""
+        return type(self.kv_b_proj) in _PLAIN and not hasattr(self.kv_b_proj.weight, "__tensor_flatten__")
+
+    def _dequantized(self) -> tuple[Tensor, bool]:
+        """The weight [outputs, inputs] that the projection amounts to, what it makes of a unit matrix in the
+        type of the norm before it; and whether it makes something of nothing."""
+        like = getattr(self.kv_a_layernorm, "weight", None)
+        tensors = [
+            x for x in (like, *self.kv_b_proj.parameters(), *self.kv_b_proj.buffers()) if x is not None
+        ]
+        dtype = next((x.dtype for x in tensors if x.is_floating_point() and x.itemsize > 1), None)
+        device = tensors[0].device if tensors else None
+        with torch.no_grad():
+            unit = torch.eye(self.dims.kv_lora_rank, dtype=dtype, device=device)
+            biased = bool(self.kv_b_proj(torch.zeros_like(unit[:1])).any())
+            return self.kv_b_proj(unit).t().contiguous(), biased
+
+    @property
+    def _whole_kv_b(self) -> Tensor:
+        weight = self.kv_b_proj.weight if self.dequantized_kv_b is None else self.dequantized_kv_b
+        assert isinstance(weight, Tensor)
+        return weight
 
     @property
     def kv_b_weight(self) -> Tensor:
         """[H, P + V, L]: of each head W_UK, then W_UV."""
-        weight = self.kv_b_proj.weight if self.dequantized_kv_b is None else self.dequantized_kv_b
-        assert isinstance(weight, Tensor)
-        return weight.view(self.num_heads, -1, self.dims.kv_lora_rank)
+        return self._whole_kv_b.view(self.num_heads, -1, self.dims.kv_lora_rank)
 
     def forward(
         self, hidden_states: Tensor, cos: Tensor, sin: Tensor, batch: BatchTensors,
@@ -162,6 +212,7 @@ class MLAAttention(nn.Module):
         topk_indices: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As `forward`, over a cache that is given and not bound."""
+        self._check_angles(cos, sin, hidden_states.shape[0])
         query = self._query(hidden_states).view(-1, self.num_heads, self.qk_head_dim)
         q_nope, q_pe = query.split((self.qk_nope_head_dim, self.dims.qk_rope_head_dim), dim=-1)
         row = self.kv_a_proj_with_mqa(hidden_states)
@@ -178,6 +229,15 @@ class MLAAttention(nn.Module):
         else:
             attended = self._mixed(torch.cat([q_nope, q_pe], -1), kv_c, k_pe, layer.kv_cache, batch, own)
         return attended.flatten(1)
+
+    def _check_angles(self, cos: Tensor, sin: Tensor, tokens: int) -> None:
+        """Others might broadcast, and turn every token alike."""
+        wanted = (tokens, self.dims.qk_rope_head_dim // 2)
+        for name, x in (("cos", cos), ("sin", sin)):
+            if x.shape != wanted:
+                raise ValueError(
+                    f"shape of {name} is {tuple(x.shape)}; expected {wanted}, (tokens, qk_rope_head_dim / 2)"
+                )
 
     def _query(self, hidden_states: Tensor) -> Tensor:
         if hasattr(self, "q_proj"):
@@ -216,12 +276,3 @@ _PLAIN = (nn.Linear, PackedLinear)
 
 def _cache_arguments(layer: BoundLayer) -> dict[str, Any]:
     return {"k_scale": layer.k_scale, "kv_cache_dtype": layer.kv_cache_dtype, "group": layer.group}
-
-
-def _dequantized(projection: nn.Module, inputs: int) -> Tensor:
-    """The weight [outputs, inputs] that a projection amounts to: what it makes of a unit matrix."""
-    tensors = [*projection.parameters(), *projection.buffers()]
-    dtype = next((x.dtype for x in tensors if x.is_floating_point() and x.itemsize > 1), None)
-    device = tensors[0].device if tensors else None
-    with torch.no_grad():
-        return projection(torch.eye(inputs, dtype=dtype, device=device)).t().contiguous()
