@@ -90,6 +90,16 @@ def test_32_greedy_tokens_equal_transformers_own(name: str) -> None:
     assert [output.token_ids for output in outputs] == wanted
 
 
+def test_values_may_be_wider_than_keys() -> None:
+    model = make_latent_model("deepseek_v3", v_head_dim=72, num_hidden_layers=1)
+    wanted = greedy_tokens(model, prompt(20, 1), 6)
+    engine = Engine(model, compile=False, num_blocks=12, max_num_batched_tokens=16, max_model_len=64)
+    (output,) = engine.generate(
+        [prompt(20, 1)], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    )
+    assert output.token_ids == wanted
+
+
 def test_compiled_models_give_the_same_logits(
     monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
 ) -> None:  # fmt: skip

@@ -89,11 +89,13 @@ class Viewed(NamedTuple):
 
     def is_same(self, other: Viewed) -> bool:
         """Whether both show the same memory in the same way, wherever their dimensions of size 1 are from."""
+        if not same_memory(self.source, other.source):
+            return False
         sizes = shape_of(self.source)
         mine, others = (
             [a if a is None or not _is_one(sizes[a]) else None for a in v.axes] for v in (self, other)
         )
-        return same_memory(self.source, other.source) and mine == others
+        return mine == others
 
     def through(self, step: Viewed) -> Viewed:
         """As a view of what ``self.source`` is a view of."""

@@ -32,7 +32,7 @@ def attend_dense(
     Args:
         query: [B, H, N, D].
         key: [B, K, L, D].
-        value: [B, K, L, V], no wider than the keys; latent attention's are narrower.
+        value: [B, K, L, V]; latent attention's are narrower than the keys as a rule.
         mask: bool [B, L], False where padded, or int32 [B, 1 or 2, L], positions and numbers of ranges, -1
             for none; None where nothing is padded. Padding may be anywhere.
         features: keyword arguments of the attention op.
@@ -44,9 +44,10 @@ def attend_dense(
     Raises:
         ValueError: padding between tokens together with a sliding window.
     """
-    if lacking := key.shape[-1] - value.shape[-1]:
-        wide = torch.nn.functional.pad(value, (0, lacking))
-        return attend_dense(query, key, wide, mask, features, attn_type)[..., : value.shape[-1]]
+    if key.shape[-1] != value.shape[-1]:
+        width = max(key.shape[-1], value.shape[-1])
+        q, k, v = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        return attend_dense(q, k, v, mask, features, attn_type)[..., : value.shape[-1]]
     keys = _Keys.of(mask)
     keys.check_holes(features["sliding_window"])
     q_BNHD, k_BLKD, v_BLKD = (x.transpose(1, 2) for x in (query, key, value))

@@ -88,7 +88,7 @@ def attention_forward(
     if isinstance(batch, Recorder):
         features["attention_chunk_size"] = chunk_size_of(module, sliding_window)
         batch.ask(module, query, key, value, attention_mask, features)
-        return torch.zeros_like(query.transpose(1, 2)[..., : value.shape[-1]]), None
+        return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
     mask = DenseMask.of(attention_mask)
     features["causal"] = features["causal"] or mask.is_causal
     features["attention_chunk_size"] = None
