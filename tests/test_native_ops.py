@@ -20,6 +20,7 @@ from test_bad_input import ATTENTION_REFUSALS, NAMES, WRITE_REFUSALS
 from torch import Tensor
 
 from attnbackend import register_backend, set_config
+from attnbackend._torch_compat import can_pack
 from attnbackend.backends import cpu_attn
 from attnbackend.backends.mla import cpu_mla
 from attnbackend.kernels.cpu import BuildError
@@ -356,3 +357,38 @@ def test_products_that_do_not_fit_are_torch_s_to_refuse() -> None:
 def test_a_model_used_by_itself_multiplies_as_torch_does(in_python: list[int]) -> None:
     packed_linear.packed_linear(torch.ones(2, 64), torch.ones(8, 64))
     assert in_python == [2]
+
+
+def test_many_rows_are_multiplied_in_cpp_until_a_weight_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := can_pack(torch.ones(2, 2)):
+        pytest.skip(f"oneDNN cannot pack here: {reason}")
+    in_python: list[int] = []
+
+    def multiply(x: Tensor, *args: Tensor | None) -> Tensor:
+        in_python.append(len(x))
+        return packed_linear.multiply(x, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(native, "multiply", multiply)
+    weights = [torch.randn(48, 64), torch.randn(24, 64)]
+    kept = [packed_linear.PackedWeight(weight) for weight in weights]
+    bias, x = torch.randn(48), torch.randn(40, 64)
+
+    def step() -> None:
+        with packed_linear.packed_weights_in_use():
+            for weight, b in zip(weights * 2, [bias, None] * 2, strict=True):
+                own = packed_linear.packed_linear(x, weight, b)
+                torch.testing.assert_close(
+                    own, torch.nn.functional.linear(x, weight, b), rtol=1e-5, atol=1e-5
+                )
+
+    step()
+    assert in_python == [40]  # the first product of a step, which looks at the weights
+    weights[1].mul_(2.0)
+    step()
+    assert in_python == [40, 40, 40, 40]  # and the changed weight's own
+    kept[1] = packed_linear.PackedWeight(weights[1])
+    step()
+    assert in_python == [40, 40, 40, 40, 40]
+    del kept[0]
+    step()
+    assert len(in_python) == 7  # the first and, as one of the first, the weight that is packed no more

@@ -24,7 +24,7 @@ from attnbackend._torch_compat import compiled_call, run_module, set_compiled_ca
 from attnbackend.compiler import make_compiler
 from attnbackend.forward_context import get_forward_context
 from attnbackend.fx_passes import FuseRopeCacheWrite, GraphPass, MergeLinears, SelectBackend
-from attnbackend.huge_pages import move_to_huge_pages
+from attnbackend.host_memory import keep_freed_memory, move_to_huge_pages
 from attnbackend.integrations.dense_cache import attend_dense
 from attnbackend.integrations.dense_masks import (
     ATTN_IMPLEMENTATION,
@@ -200,6 +200,7 @@ class TransformersModel:
                 adopt_latent_module(modules[name])
         self._first = next((modules[name], layer) for name, layer in layers.items())
         if self.device.type == "cpu":
+            keep_freed_memory()
             weights = (m.weight for m in self.model.modules() if isinstance(m, nn.Linear))
             move_to_huge_pages(weights, max_bytes=free_memory(self.device) // 2)
             self.packing = pack_linears(self.model, max_bytes=free_memory(self.device) // 2)

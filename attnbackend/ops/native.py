@@ -7,11 +7,13 @@ as nothing of a call changed beside the number of tokens and what its tensors ho
 
 from __future__ import annotations
 
+import threading
 import typing
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import CDLL, Structure, byref, c_char_p, c_int64, c_void_p, cast, pointer
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +24,13 @@ from attnbackend.native_calls import EPOCH, PYTHON_ONLY
 from attnbackend.ops.calls import SCHEMA_TYPES
 from attnbackend.ops.generate import op_name, python_run
 from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, MLA_ATTENTION, MLA_CACHE_UPDATE, OpRole
-from attnbackend.ops.packed_linear import LINEAR_SCHEMA, WHEN_USED, multiply
+from attnbackend.ops.packed_linear import (
+    LINEAR_SCHEMA,
+    WHEN_USED,
+    PackedWeight,
+    multiply,
+    packed_weights,
+)
 from attnbackend.registry import is_overridden
 
 __all__ = ["how_ops_are_called", "serve_cpu_ops"]
@@ -67,8 +75,8 @@ def serve_cpu_ops() -> str | None:
         _LIBRARY.define(f"{name}{role.schema}")
         _LIBRARY.impl(name, _attention_op(backend, role, ops), "CompositeExplicitAutograd")
     _LIBRARY.define(f"packed_linear{LINEAR_SCHEMA}")
-    _LIBRARY.impl("packed_linear", _linear_op(ops), "CompositeExplicitAutograd")
-    WHEN_USED.append(ops.attnbackend_ops_serve_linear)
+    _LIBRARY.define("keep_packed(Tensor weight, Tensor packed) -> ()")
+    _LIBRARY.impl("packed_linear", _LinearOp(ops).__call__, "CompositeExplicitAutograd")
     ops.attnbackend_ops_share(byref(_shared(kernels)))
     return None
 
@@ -104,15 +112,45 @@ def _attention_op(backend: str, role: OpRole, ops: CDLL) -> Callable[..., None]:
     return serve
 
 
-def _linear_op(ops: CDLL) -> Callable[..., Tensor]:
-    def serve(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+class _LinearOp:
+    """Serves products that C++ leaves to Python, and tells it what packed weights it may use in this step."""
+
+    def __init__(self, ops: CDLL) -> None:
+        self._ops = ops
+        self._kept: dict[int, weakref.ref[PackedWeight]] = {}
+        """What C++ holds, by the address of the weight."""
+        self._checked = threading.local()
+        self._keep = torch.ops.attnbackend_python.keep_packed.default
+        WHEN_USED.append(self._begin)
+
+    def _begin(self, used: bool) -> None:
+        self._checked.needed = used
+        self._ops.attnbackend_ops_serve_linear(used)
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         result = input  # of a call that failed
-        with _telling(ops):
+        with _telling(self._ops):
+            if getattr(self._checked, "needed", False):
+                self._checked.needed = False
+                self._share()
             result = multiply(input, weight, bias)
-            ops.attnbackend_ops_verdict(_GIVEN, b"")
+            self._ops.attnbackend_ops_verdict(_GIVEN, b"")
         return result
 
-    return serve
+    def _share(self) -> None:
+        """From here on to the end of the step C++ may use what it holds: weights do not change in between."""
+        current = {packed.address: packed for packed in packed_weights() if packed.weight is not None}
+        for address in [a for a, kept in self._kept.items() if kept() is not current.get(a)]:
+            self._forget(address)
+        for address in current.keys() - self._kept.keys():
+            weight, packed = current[address].weight, current[address]
+            self._keep(weight, packed.packed)
+            self._kept[address] = weakref.ref(packed, partial(self._forget, address))
+        self._ops.attnbackend_ops_packed_is_valid()
+
+    def _forget(self, address: int, _: object = None) -> None:
+        self._kept.pop(address, None)
+        self._ops.attnbackend_ops_forget_packed(c_void_p(address))
 
 
 @contextmanager

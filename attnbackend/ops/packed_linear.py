@@ -20,7 +20,8 @@ from attnbackend._torch_compat import StorageRef, multiply_packed, pack_weight
 from attnbackend.ops.library import NAMESPACE, define_function
 
 __all__ = [
-    "LINEAR_SCHEMA", "WHEN_USED", "PackedWeight", "multiply", "packed_linear", "packed_weights_in_use",
+    "LINEAR_SCHEMA", "WHEN_USED", "PackedWeight", "multiply", "packed_linear", "packed_weights",
+    "packed_weights_in_use",
 ]  # fmt: skip
 
 
@@ -36,7 +37,9 @@ class PackedWeight:
         self._storage = StorageRef(weight_OI.untyped_storage())
         self._layout = (weight_OI.shape, weight_OI.stride())
         self._version = _version(weight_OI)
-        _PACKED[weight_OI.data_ptr()] = self
+        self._weight = weakref.ref(weight_OI)
+        self.address = weight_OI.data_ptr()
+        _PACKED[self.address] = self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copied or unpickled layer has a weight of its own, which nobody packed."""
@@ -50,6 +53,13 @@ class PackedWeight:
             and self._layout == (weight_OI.shape, weight_OI.stride())
         )
 
+    @property
+    def weight(self) -> Tensor | None:
+        """The weight, where it still is, and holds, what was packed."""
+        weight = self._weight()
+        current = weight is not None and weight.data_ptr() == self.address and self.is_of(weight)
+        return weight if current else None
+
 
 _PACKED: weakref.WeakValueDictionary[int, PackedWeight] = weakref.WeakValueDictionary()
 """By the weight's address."""
@@ -62,10 +72,15 @@ WHEN_USED: list[Callable[[bool], object]] = []
 """Are told, on the thread that it is about, whether packed copies may be used from here on."""
 
 
+def packed_weights() -> list[PackedWeight]:
+    """All packed weights of this process."""
+    return list(_PACKED.values())
+
+
 @contextmanager
 def packed_weights_in_use() -> Iterator[None]:
     """The op uses packed copies, and own kernels, inside the ``with`` block alone: a model used by itself
-    never does."""
+    never does. Weights must not change inside the block, which is a step of serving."""
     token = _IN_USE.set(True)
     try:
         _tell(True)

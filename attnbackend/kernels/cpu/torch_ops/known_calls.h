@@ -23,6 +23,12 @@ enum Verdict : int64_t { NONE, SERVED, TEACHES, VALUE_ERROR, RUNTIME_ERROR };
 static thread_local int64_t verdict;
 static thread_local std::string message;
 
+static int64_t num_threads() {
+  uint32_t n = 1;
+  torch_get_num_threads(&n);
+  return n;
+}
+
 typedef std::vector<int64_t> Signature;
 struct HashOfSignature {
   size_t operator()(const Signature& words) const {

@@ -1,14 +1,8 @@
 // The ops of the CPU's backends, for torch to call without Python. Python defines their schemas; it compares
 // them with `attnbackend_ops_kinds` before it lets any call be served here.
-#include "known_calls.h"
+#include "linear_op.h"
 
 static bool has_rows(const TensorView& x, int64_t tokens) { return !x || x.sizes[0] == tokens; }
-
-static int64_t num_threads() {
-  uint32_t n = 1;
-  torch_get_num_threads(&n);
-  return n;
-}
 
 // 0: one scale for all heads, 1: one each.
 static int64_t scale_step(const TensorView& scale) {
@@ -235,58 +229,16 @@ static void mla_update(StableIValue* stack, uint64_t, uint64_t) {
   run("attnbackend_python::cpu_mla_mla_kv_cache_update", call, known, [&] { return serve_mla_update(call); });
 }
 
-// ---- linear layers ------------------------------------------------------------------------------
-
-static const char LINEAR[] = "WWw";
-constexpr int64_t MOST_LINEAR_ROWS = 16;
-static thread_local bool serves_linear = false;
-
-// All of a tensor's elements lie in order without gaps.
-static bool is_dense(const TensorView& x) {
-  int64_t expected = 1;
-  for (int64_t i = x.rank - 1; i >= 0; --i) {
-    if (x.sizes[i] != 1 && x.strides[i] != expected) return false;
-    expected *= x.sizes[i];
-  }
-  return true;
-}
-
-static AtenTensorHandle serve_linear(const Arguments& call) {
-  const TensorView x = call.tensor(0), weight = call.tensor(1), bias = call.tensor(2);
-  const int64_t dtype = dtype_code(x);
-  if (!serves_linear || x.rank < 1 || weight.rank != 2 || dtype < 0 || dtype > BFLOAT16) return nullptr;
-  const int64_t inputs = weight.sizes[1], outputs = weight.sizes[0];
-  if (x.sizes[x.rank - 1] != inputs || inputs % LINEAR_MULTIPLE || !is_dense(x) || !is_dense(weight)) return nullptr;
-  if (weight.dtype != x.dtype || (bias && (bias.dtype != x.dtype || bias.rank != 1))) return nullptr;
-  if (bias && (bias.sizes[0] != outputs || !is_dense(bias))) return nullptr;
-  std::vector<int64_t> sizes(x.sizes, x.sizes + x.rank), strides(x.rank, 1);
-  sizes.back() = outputs;
-  for (int64_t i = x.rank - 2; i >= 0; --i) strides[i] = strides[i + 1] * sizes[i + 1];
-  int64_t rows = 1;
-  for (int64_t i = 0; i + 1 < x.rank; ++i) rows *= sizes[i];
-  if (rows < 1 || rows > MOST_LINEAR_ROWS || !inputs || !outputs) return nullptr;
-  AtenTensorHandle output = nullptr;
-  aoti_torch_empty_strided(x.rank, sizes.data(), strides.data(), x.dtype, x.device, 0, &output);
-  const LinearArgs a = {x.data(), weight.data(), bias.data(), view_of(output).data(), rows,
-                        inputs,   outputs,       inputs,      inputs,                 dtype, num_threads()};
-  shared.linear(&a);
-  return output;
-}
-
-static void linear(StableIValue* stack, uint64_t, uint64_t) {
-  const Arguments call{stack, LINEAR};
-  AtenTensorHandle output = aoti_torch_grad_mode_is_enabled() ? nullptr : serve_linear(call);
-  if (!output) return void(call_python("attnbackend_python::packed_linear", call, true));
-  call.release();
-  stack[0] = torch::stable::detail::from(output);
-}
-
 STABLE_TORCH_LIBRARY_IMPL(attnbackend, CPU, library) {
   library.impl("cpu_attn_forward", &forward);
   library.impl("cpu_attn_kv_cache_update", &update);
   library.impl("cpu_mla_forward_mqa", &forward_mqa);
   library.impl("cpu_mla_mla_kv_cache_update", &mla_update);
   library.impl("packed_linear", &linear);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(attnbackend_python, CompositeExplicitAutograd, library) {
+  library.impl("keep_packed", &keep_packed);
 }
 
 extern "C" {
@@ -296,7 +248,12 @@ const char* attnbackend_ops_kinds() {
   return kinds.c_str();
 }
 void attnbackend_ops_share(const Shared* from_python) { shared = *from_python; }
-void attnbackend_ops_serve_linear(int64_t serves) { serves_linear = serves; }
+void attnbackend_ops_serve_linear(int64_t serves) {
+  serves_linear = serves;
+  packed_is_valid = false;
+}
+void attnbackend_ops_packed_is_valid() { packed_is_valid = true; }
+void attnbackend_ops_forget_packed(const void* weight) { forget_packed(weight); }
 void attnbackend_ops_verdict(int64_t of_python, const char* what) {
   verdict = of_python;
   message = what;

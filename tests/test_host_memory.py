@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnbackend.huge_pages import _PAGE, move_to_huge_pages
+from attnbackend.host_memory import _PAGE, move_to_huge_pages
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone has such pages")
 MANY = 1 << 30

@@ -1,4 +1,4 @@
-"""Weights in huge pages: a decode step reads all of them, and small pages slow that down by half.
+"""Memory of a CPU that serves: weights in huge pages, and activations that are not asked for anew each step.
 
 Linux alone; elsewhere, and where the kernel does not oblige, nothing happens.
 """
@@ -13,15 +13,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["move_to_huge_pages"]
+__all__ = ["keep_freed_memory", "move_to_huge_pages"]
 
 _PAGE = 1 << 21
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _ALIGNMENT = 64
+_LARGEST_KEPT = (1 << 25) - (1 << 16)
+"""Bytes, a little below glibc's DEFAULT_MMAP_THRESHOLD_MAX."""
+
+
+def keep_freed_memory() -> None:
+    """Lets the C library keep what activations of large batches free for the next step.
+
+    The GNU library gives freed memory back, and each page of it costs a fault the next time, unless it saw a
+    large allocation come and go: from then on it keeps up to 64 MiB.
+    """
+    torch.empty(_LARGEST_KEPT, dtype=torch.uint8)
 
 
 def move_to_huge_pages(parameters: Iterable[Tensor], max_bytes: int) -> int:
-    """Lays weights on a CPU into huge pages.
+    """Lays weights on a CPU into huge pages: a decode step reads all of them, which small ones slow down.
 
     Those in memory of their own stay at their addresses. Those that are a file's, as safetensors maps it, are
     copied, all into one allocation, and the parameters take the copies over.
