@@ -157,6 +157,8 @@ class StepGraphs:
     ) -> None:  # fmt: skip
         self.dispatcher = dispatcher
         self.steps = GraphedSteps((options.library or CUDAGraphs)(device), long_lived)
+        self.ran_whole = False
+        """Whether the last step ran from one whole graph."""
         self._lazy, self._debug = options.lazy, options.debug
         self._prepare = prepare
         self._inputs: dict[Dispatch, tuple[PreparedBatch, StepInputs]] = {}
@@ -185,6 +187,7 @@ class StepGraphs:
     def run(self, batch: PreparedBatch) -> Tensor | None:
         """The step's logits, a row for each that is sampled; None where no graph is for the batch."""
         key = self.dispatcher.dispatch(batch.shape)
+        self.ran_whole = key.mode is CUDAGraphMode.FULL
         if key.mode is CUDAGraphMode.NONE:
             return None
         assert key.descriptor.num_tokens == batch.num_padded_tokens, (key, batch.num_padded_tokens)
