@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnbackend.runtime.batch_buffers import host_zeros
 from attnbackend.runtime.request import Request
-from attnbackend.runtime.sampler import Sampled, SamplingPlan, sample, sample_rows
+from attnbackend.runtime.sampler import INVALID_TOKEN, Sampled, SamplingPlan, sample, sample_rows
 
 
 class TokenMemory:
@@ -47,23 +48,41 @@ class TokenMemory:
         return found
 
 
+_BITS: dict[torch.dtype, tuple[Any, int]] = {
+    torch.float64: ("Q", 0x7FF << 52), torch.float32: ("I", 0xFF << 23),
+    torch.float16: ("H", 0x1F << 10), torch.bfloat16: ("H", 0xFF << 7),
+}  # fmt: skip
+"""Type of a logit's bits, and those of its exponent: all are set where it is not finite."""
+
+
 class _Slot:
     """Memory of the host that the tokens of a step are copied to, pinned for CUDA."""
 
     def __init__(self, like: TokenMemory) -> None:
-        device = like.packed.device
-        self.memory = TokenMemory(
-            host_zeros(tuple(like.packed.shape), torch.uint8, device), like.rows, like.dtype
-        )
+        device, split = like.packed.device, 8 * like.rows
+        self.rows, self.dtype = like.rows, like.dtype
+        self.packed = host_zeros(tuple(like.packed.shape), torch.uint8, device)
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
+        # Python's own views: torch's code is seldom in a near cache after a wait, and slow then.
+        view, (kind, self._exponent) = self.packed.numpy().data, _BITS[like.dtype]
+        self._ids, self._largest = view[:split].cast("q"), view[split:].cast(kind)
 
     def fits(self, memory: TokenMemory) -> bool:
-        return self.memory.rows == memory.rows and self.memory.dtype is memory.dtype
+        return self.rows == memory.rows and self.dtype is memory.dtype
 
     def start_copy(self, memory: TokenMemory) -> None:
-        self.memory.packed.copy_(memory.packed, non_blocking=True)
+        self.packed.copy_(memory.packed, non_blocking=True)
         if self.copied is not None:
             self.copied.record()
+
+    def tokens(self, count: int) -> list[int]:
+        """Of the first rows, `INVALID_TOKEN` for those whose largest logit is not finite."""
+        ids: list[int] = self._ids[:count].tolist()
+        exponent = self._exponent
+        for row, bits in enumerate(self._largest[:count].tolist()):
+            if bits & exponent == exponent:
+                ids[row] = INVALID_TOKEN
+        return ids
 
 
 class SampledTokens:
@@ -121,7 +140,7 @@ class StartedStep:
     def __init__(self, requests: Sequence[Request], slot: _Slot, memory: TokenMemory) -> None:
         self.requests = requests
         self._copied = slot.copied
-        self._slot, self._memory = slot.memory, memory
+        self._slot, self._memory = slot, memory
         self.ids = memory.leading(len(requests)).ids
         """int64 [N], the tokens on the device, each inside the vocabulary."""
 
@@ -140,7 +159,7 @@ class StartedStep:
     def tokens(self) -> list[int]:
         """A token for each row, `INVALID_TOKEN` where there is none; waits until the step is done."""
         self.wait()
-        return self._slot.leading(len(self.requests)).tokens()
+        return self._slot.tokens(len(self.requests))
 
     def wait(self) -> None:
         """Return when the device has done the step."""
