@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef as StorageRef
@@ -46,6 +47,7 @@ __all__ = [
     "same_size",
     "set_compiled_call",
     "size_bounds",
+    "tensor_check",
     "trace_fake",
     "transforms_allowed",
     "with_own_code",
@@ -341,3 +343,13 @@ def transforms_allowed() -> Iterator[None]:
 
 
 _SHUT_OUT = ("Functionalize", "Conjugate", "Negative", "ZeroTensor", "PythonTLSSnapshot", "PreDispatch")
+
+
+def tensor_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A fast check of as many tensors: same class, device, type, sizes, and stride of the last dimension.
+
+    What `tensors` hold does not matter, and none is kept.
+    """
+    sizes: Any = [list(x.shape) for x in tensors]
+    strides: Any = [[*[None] * (x.dim() - 1), x.stride(-1)] for x in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check

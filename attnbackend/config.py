@@ -6,8 +6,10 @@ Each has an environment variable, read at every use, so that changing it takes e
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from attnbackend.native_calls import change_python_only
 __all__ = [
     "Config",
     "ForcedBackend",
+    "choices_now",
     "debug_checks_enabled",
     "flash_attn_choice",
     "flash_attn_fp8_enabled",
@@ -81,6 +84,29 @@ class Config:
                 raise TypeError(f"{name}={value!r} must be a {kind.__name__} or None")
 
 
+_STORED: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_stored_name = lru_cache(getattr(os.environ, "encodekey", str))
+_STORED_NAMES = tuple(
+    _stored_name(name)
+    for name in (
+        BACKEND_VARIABLE, DEBUG_VARIABLE, FLASH_ATTN_VARIABLE, FLASH_ATTN_FP8_VARIABLE, MLA_PREFILL_VARIABLE,
+    )
+)  # fmt: skip
+
+
+def _variable(name: str) -> str:
+    """Value of an environment variable without outer space, empty where there is none.
+
+    Every eager call asks for some, and `os.environ` takes ten times as long to say that there is none.
+    """
+    return os.environ.get(name, "").strip() if _stored_name(name) in _STORED else ""
+
+
+def choices_now() -> tuple[Any, ...]:
+    """What was chosen, unread: equal to what this gave before where no choice has changed since."""
+    return _CURRENT.get(), *map(_STORED.get, _STORED_NAMES)
+
+
 _CURRENT: ContextVar[Config] = ContextVar("attnbackend_config", default=Config())  # noqa: B039
 
 
@@ -136,7 +162,7 @@ def forced_backend() -> ForcedBackend | None:
     configured = _CURRENT.get().backend
     if configured is not None:
         return ForcedBackend(configured, "the configuration (set_config)")
-    from_environment = os.environ.get(BACKEND_VARIABLE, "").strip()
+    from_environment = _variable(BACKEND_VARIABLE)
     if from_environment:
         by = f"the environment variable {BACKEND_VARIABLE}"
         return ForcedBackend(from_environment, by, any_case=True)
@@ -155,7 +181,7 @@ def debug_checks_enabled() -> bool:
 def flash_attn_choice() -> str | None:
     """The library or version that the configuration or else the environment wants `FLASH_ATTN` to use."""
     configured = _CURRENT.get().flash_attn
-    return configured or os.environ.get(FLASH_ATTN_VARIABLE, "").strip() or None
+    return configured or _variable(FLASH_ATTN_VARIABLE) or None
 
 
 def flash_attn_fp8_enabled() -> bool:
@@ -170,7 +196,7 @@ def flash_attn_fp8_enabled() -> bool:
 def mla_prefill_choice() -> str | None:
     """The library that the configuration or else the environment wants for prompts of latent attention."""
     configured = _CURRENT.get().mla_prefill
-    return configured or os.environ.get(MLA_PREFILL_VARIABLE, "").strip().upper() or None
+    return configured or _variable(MLA_PREFILL_VARIABLE).upper() or None
 
 
 def mla_context_tokens() -> int:
@@ -180,7 +206,7 @@ def mla_context_tokens() -> int:
         ValueError: it is not a positive number.
     """
     configured = _CURRENT.get().mla_context_tokens
-    text = os.environ.get(MLA_CONTEXT_VARIABLE, "").strip()
+    text = _variable(MLA_CONTEXT_VARIABLE)
     value: int | str = configured if configured is not None else text or _DEFAULT_CONTEXT_TOKENS
     if not str(value).isdecimal() or int(value) < 1:
         raise ValueError(
@@ -197,7 +223,7 @@ def library_choices() -> tuple[str | None, bool, str | None]:
 def _switch(configured: bool | None, variable: str) -> bool:
     if configured is not None:
         return configured
-    value = os.environ.get(variable, "").strip()
+    value = _variable(variable)
     if value not in _SWITCH_VALUES:
         raise ValueError(f"{variable}={value!r}; allowed: 0 or 1, or unset for 0")
     return _SWITCH_VALUES[value]

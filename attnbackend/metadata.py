@@ -181,6 +181,8 @@ class AttentionMetadata:
     def is_for(self, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor) -> bool:
         """Whether this plan was made from exactly these tensors (same memory, same shape)."""
         mine = self.common
+        if mine.seq_lens is seq_lens and mine.query_start_loc is query_start_loc:
+            return _same(mine.block_table, block_table)
         return (
             _same(mine.seq_lens, seq_lens)
             and _same(mine.query_start_loc, query_start_loc)

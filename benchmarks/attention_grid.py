@@ -16,7 +16,7 @@ from torch import Tensor
 from attnbackend import CommonAttentionMetadata
 from attnbackend.impl import AttentionParams
 
-__all__ = ["GRID", "QUICK", "Inputs", "Point", "make_inputs"]
+__all__ = ["GRID", "QUICK", "SPREAD", "Inputs", "Point", "make_inputs"]
 
 HEADS = ((32, 8, 128), (64, 8, 128), (16, 16, 64), (8, 1, 256))
 _MIXED = {
@@ -89,17 +89,29 @@ def _grid() -> Iterator[Point]:
             )  # fmt: skip
 
 
-GRID = tuple(_grid())
-QUICK = tuple(
-    p for p in GRID
-    if (p.num_heads, p.num_kv_heads, p.block_size, p.kv_cache_dtype) == (32, 8, 16, "auto")
-    and p.work in (
-        "decode B1 L4096", "decode B1 L32768", "decode B8 L4096", "decode B64 L512", "decode B64 L4096",
-        "decode B256 L4096", "prefill 1x8192", "prefill 4x2048", "prefill 16x512", "4 tokens B64 L4096",
-        "chunk_512_and_32_decodes",
+def _is_main(point: Point) -> bool:
+    return (point.num_heads, point.num_kv_heads, point.block_size, point.kv_cache_dtype) == (
+        32,
+        8,
+        16,
+        "auto",
     )
+
+
+_QUICK_WORK = (
+    "decode B1 L4096", "decode B1 L32768", "decode B8 L4096", "decode B64 L512", "decode B64 L4096",
+    "decode B256 L4096", "prefill 1x8192", "prefill 4x2048", "prefill 16x512", "4 tokens B64 L4096",
+    "chunk_512_and_32_decodes",
 )  # fmt: skip
-"""The main shape of each kind of work, with kernels that need no compiling."""
+_SPREAD_WORK = (
+    "decode B1 L32768", "decode B8 L4096", "decode B64 L4096", "decode B256 L512", "prefill 1x8192",
+    "prefill 4x2048", "4 tokens B64 L4096", "chunk_2048_and_64_decodes",
+)  # fmt: skip
+GRID = tuple(_grid())
+QUICK = tuple(p for p in GRID if _is_main(p) and p.work in _QUICK_WORK)
+"""Some work of the main shape: kernels that need no compiling."""
+SPREAD = tuple(p for p in GRID if _is_main(p) or p.work in _SPREAD_WORK)
+"""All work of the main shape, some of every other."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from attnbackend.ops.library import ATTENTION
 from attnbackend.selector import backend_reasons
 from benchmarks.attention_grid import Inputs, Point
 
-__all__ = ["DIRECT", "OURS", "PLANS", "Run", "Unserved", "flashinfer_plan"]
+__all__ = ["DIRECT", "OURS", "PLANS", "Run", "Unserved", "flashinfer_plan", "selector_config"]
 
 Run = Callable[[], Tensor | None]
 """Writes the output, or gives a result of as many elements that nobody copies while it is timed."""
@@ -66,13 +66,16 @@ def _eager(builder: Any) -> Callable[[Any], Any]:
     return lambda common: builder.build(0, common)
 
 
-def _require(name: str, point: Point) -> None:
-    config = AttentionSelectorConfig.dense(
+def selector_config(point: Point) -> AttentionSelectorConfig:
+    return AttentionSelectorConfig.dense(
         device_type="cuda", head_size=point.head_size, num_heads=point.num_heads,
         num_kv_heads=point.num_kv_heads, dtype=torch.bfloat16, block_size=point.block_size,
         kv_cache_dtype=point.kv_cache_dtype,
     )  # fmt: skip
-    if reasons := backend_reasons(name, config):
+
+
+def _require(name: str, point: Point) -> None:
+    if reasons := backend_reasons(name, selector_config(point)):
         raise Unserved("; ".join(map(str, reasons)))
 
 

@@ -1,8 +1,14 @@
 """`python -m benchmarks.token_agreement`: the same greedy tokens from every backend, where no tie decides.
 
-A Llama-8B-shaped random model in bfloat16, 64 prompts, 64 tokens each. Where a request's tokens first differ
-from the first backend's, both continue one prefix with different tokens: that is a tie if their logits, in
-float32, differ by no more than twice what rounding to bfloat16 changes in the logits of this very position.
+A Llama-8B-shaped model in bfloat16, 64 prompts, 64 tokens each. Its weights are random, but its attention
+copies: scores are sharp, each layer adds what the values of the keys seen were made from, and the head names
+the token of a fixed permutation for it. So tokens depend on which keys attention finds, and the best two
+logits are mostly further apart than rounding moves them, which they are not in a plainly random model.
+
+Every step of the first backend's tokens is judged by the same model in float32: its decision is a tie if the
+two best logits there differ by no more than four standard deviations of what bfloat16 changes in a difference
+of two logits at this very step. Where another backend's tokens first differ, the two tokens' logits are held
+against the same bound.
 """
 
 from __future__ import annotations
@@ -10,17 +16,21 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from attnbackend import Engine, SamplingParams
 from benchmarks.environment import describe_environment
 from benchmarks.random_llama import random_llama
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASH_ATTN+TRITON_ATTN", "FLASHINFER", "TORCH_SDPA")
+SHARPNESS, COPIED = 6.0, 6.0
+"""Standard deviation of the scores, and the weight of what a layer's attention adds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -32,29 +42,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
-    model = random_llama(options.layers)
-    prompts = random_prompts(options.requests)
+    model = copying(random_llama(options.layers))
+    prompts = random_prompts(options.requests, model.config.vocab_size)
     names = options.backend or list(BACKENDS)
     tokens = {name: greedy(model, name, prompts, options.tokens) for name in names}
-    exact = copy.deepcopy(model).float()
-    found = {name: differences(model, exact, prompts, tokens[names[0]], tokens[name]) for name in names[1:]}
-    for name, rows in found.items():
-        others = [row for row in rows if not row["is_tie"]]
+    judged = judge(model, prompts, tokens[names[0]])
+    found = {name: compare(tokens[names[0]], tokens[name], judged) for name in names[1:]}
+    ties = sum(int(steps.is_tie().sum()) for steps in judged) / (options.requests * options.tokens)
+    kinds = len({token for request in tokens[names[0]] for token in request})
+    print(f"{ties:.2%} of all steps are ties; {kinds} different tokens")
+    for name, result in found.items():
         print(
-            f"{name}: {len(rows)} of {len(prompts)} requests leave {names[0]}'s tokens, "
-            f"{len(others)} of them not at a tie"
+            f"{name}: {result['equal_steps']:.1%} of {names[0]}'s steps before a request leaves its tokens; "
+            f"{len(result['differences'])} of {len(prompts)} do, {result['not_ties']} of them not at a tie"
         )
     if options.output:
-        record = {"environment": describe_environment(), "first": names[0], "differences": found}
+        record = {"environment": describe_environment(), "first": names[0], "tie_share": ties}
+        record |= {"different_tokens": kinds, "compared": found}
         options.output.write_text(json.dumps(record, indent=1) + "\n")
-    if any(not row["is_tie"] for rows in found.values() for row in rows):
+    if any(result["not_ties"] for result in found.values()):
         raise SystemExit(1)
 
 
-def random_prompts(count: int) -> list[list[int]]:
+def copying(model: Any) -> Any:
+    """The model with attention that copies; its weights are overwritten."""
+    config = model.config
+    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    width = config.hidden_size
+    embedding = nn.init.normal_(model.model.embed_tokens.weight)
+    model.lm_head.weight.copy_(
+        embedding[torch.randperm(len(embedding), device=embedding.device)] / width**0.5
+    )
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for projection in (attention.q_proj, attention.k_proj):
+            nn.init.normal_(projection.weight, std=math.sqrt(SHARPNESS / width))
+        value = nn.init.normal_(attention.v_proj.weight, std=width**-0.5)
+        of_heads = value.view(kv_heads, 1, size, width).expand(-1, heads // kv_heads, -1, -1)
+        share = COPIED * math.sqrt(width / (kv_heads * size))
+        attention.o_proj.weight.copy_(of_heads.reshape(heads * size, width).t() * share)
+    return model
+
+
+def random_prompts(count: int, vocab_size: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(64, 513, (count,), generator=generator).tolist()
-    return [torch.randint(0, 128256, (n,), generator=generator).tolist() for n in lengths]
+    return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
 def greedy(model: Any, backend: str, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
@@ -66,24 +99,46 @@ def greedy(model: Any, backend: str, prompts: list[list[int]], max_tokens: int) 
     return [list(output.token_ids) for output in engine.generate(prompts, sampling)]
 
 
-def differences(
-    model: Any, exact: Any, prompts: list[list[int]], first: list[list[int]], second: list[list[int]]
-) -> list[dict[str, Any]]:
-    """Of each request whose tokens differ: where, and how near the two tokens' logits lie."""
-    rows = []
-    for request, (prompt, a, b) in enumerate(zip(prompts, first, second, strict=True)):
-        if a == b:
-            continue
-        place = next(i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1])
-        prefix = torch.tensor([prompt + a[:place]], device="cuda")
+class Steps(NamedTuple):
+    """What decides each step of one request. Shape legend: N steps, V tokens of the vocabulary."""
+
+    logits_NV: Tensor
+    """In float32, on the CPU."""
+    noise_N: Tensor
+    """Standard deviation of what bfloat16 changes in a difference of two logits."""
+
+    def is_tie(self) -> Tensor:
+        best, second = self.logits_NV.topk(2).values.unbind(1)
+        return best - second <= 4 * self.noise_N
+
+
+def judge(model: Any, prompts: list[list[int]], tokens: list[list[int]]) -> list[Steps]:
+    """The steps that gave `tokens`, computed anew in one pass a request, in both types."""
+    exact = copy.deepcopy(model).float()
+    judged = []
+    for prompt, own in zip(prompts, tokens, strict=True):
+        sequence = torch.tensor([prompt + own[:-1]], device=model.device)
         with torch.inference_mode():
-            rounded, real = (m(prefix).logits[0, -1].float() for m in (model, exact))
-        gap = float((real[a[place]] - real[b[place]]).abs())
-        noise = float((rounded - real).abs().max())
-        rows.append(
-            {"request": request, "token": place, "gap": gap, "noise": noise, "is_tie": gap <= 2 * noise}
-        )
-    return rows
+            rounded, real = (m(sequence, logits_to_keep=len(own)).logits[0].float() for m in (model, exact))
+        judged.append(Steps(real.cpu(), ((rounded - real).std(1) * 2**0.5).cpu()))
+    return judged
+
+
+def compare(first: list[list[int]], second: list[list[int]], judged: list[Steps]) -> dict[str, Any]:
+    """Of each request whose tokens differ: where, and how near the two tokens' logits lie."""
+    rows, equal = [], 0
+    for request, (a, b, steps) in enumerate(zip(first, second, judged, strict=True)):
+        place = next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), len(a))
+        equal += place
+        if place < len(a):
+            gap = float((steps.logits_NV[place, a[place]] - steps.logits_NV[place, b[place]]).abs())
+            noise = float(steps.noise_N[place])
+            rows.append({"request": request, "token": place, "gap": gap, "noise": noise})
+    return {
+        "equal_steps": equal / sum(map(len, first)),
+        "not_ties": sum(row["gap"] > 4 * row["noise"] for row in rows),
+        "differences": rows,
+    }
 
 
 if __name__ == "__main__":

@@ -203,10 +203,13 @@ def test_unwritten_rows_and_new_tokens_are_found_out(stand_in):
 
 
 def test_splits_are_bounded_by_tokens_and_by_memory():
-    assert most_splits(64, 32, 128) == 32
-    assert most_splits(513, 32, 128) == 1
-    assert most_splits(512, 128, 256) == 8
-    assert most_splits(1, 1 << 20, 256) == 1
+    assert most_splits(64, 32, 128, max_seq_len=9000) == 32
+    assert most_splits(513, 32, 128, max_seq_len=9000) == 1
+    assert most_splits(512, 128, 256, max_seq_len=9000) == 8
+    assert most_splits(1, 1 << 20, 256, max_seq_len=9000) == 1
+    assert most_splits(64, 32, 128, programs=512, max_seq_len=9000) == 32
+    assert most_splits(64, 32, 128, programs=512, max_seq_len=512) == 1, "short ones fill the device"
+    assert most_splits(8, 32, 128, programs=64, max_seq_len=512) == 32
 
 
 def test_a_window_counts_the_token_itself():

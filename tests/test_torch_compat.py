@@ -198,3 +198,15 @@ def test_bfloat16_pairs_are_known_as_the_system_knows_them() -> None:
     if not cpuinfo.exists():
         pytest.skip("needs /proc/cpuinfo")
     assert compat.has_avx512_bf16() == ("avx512_bf16" in cpuinfo.read_text())
+
+
+def test_tensors_are_checked_at_once() -> None:
+    fits = compat.tensor_check([torch.zeros(3, 4), torch.zeros(2, dtype=torch.int32)])
+    second = torch.ones(2, dtype=torch.int32)
+    assert fits(torch.ones(3, 4), second)
+    assert fits(torch.ones(4, 2, 4)[:3, 0], second), "strides before the last are free"
+    for other in (
+        torch.ones(4, 4), torch.ones(3, 4).half(), torch.ones(3, 8)[:, ::2], torch.ones(3, 4, device="meta"),
+        torch.ones(3, 4, requires_grad=True), torch.ones(12), torch.nn.Buffer(torch.ones(3, 5)),
+    ):  # fmt: skip
+        assert not fits(other, second)

@@ -629,8 +629,9 @@ def test_workspace_is_used_and_its_old_contents_are_not() -> None:
 
 def test_splits_fill_the_device_from_shapes_alone() -> None:
     assert decode_num_splits(8, 1 << 20, 264) == 33
-    assert decode_num_splits(8, 1024, 264) == 4
-    assert decode_num_splits(8, 512, 264) == 1
+    assert decode_num_splits(8, 1024, 264) == 16
+    assert decode_num_splits(8, 512, 264) == 8
+    assert decode_num_splits(8, 128, 264) == 1
     assert decode_num_splits(512, 1 << 20, 264) == 1
     assert decode_num_splits(0, 0, 1) == 1
     assert decode_workspace_size(64, 32, 128, 1) == 0

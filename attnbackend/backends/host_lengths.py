@@ -46,11 +46,13 @@ class BatchFacts:
         starts, lens = common.query_start_loc_cpu, common.seq_lens_cpu
         if starts is None or lens is None:
             return cls(0, True, False)
-        queries = starts.diff()
-        empty = (lens < queries) if causal else (lens == 0) & (queries > 0)
+        # numpy: a step waits for this, and its operations cost a third of torch's.
+        starts_np, lens_np = starts.numpy(), lens.numpy()
+        queries = starts_np[1:] - starts_np[:-1]
+        empty = (lens_np < queries) if causal else (lens_np == 0) & (queries > 0)
         # Every row without tokens is as good as new.
-        new = bool(((queries == lens) | (queries == 0)).all()) and bool(queries.any())
-        return cls(int(starts[-1]), bool(empty.any()), new)
+        new = bool(((queries == lens_np) | (queries == 0)).all()) and bool(queries.any())
+        return cls(int(starts_np[-1]), bool(empty.any()), new)
 
     @classmethod
     def of_capture(cls, common: CommonAttentionMetadata) -> BatchFacts:

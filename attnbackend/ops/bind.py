@@ -33,6 +33,7 @@ from attnbackend.ops.binding import (
     whole_of,
 )
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
+from attnbackend.ops.recent import RecentCalls
 from attnbackend.ops.redirect import redirected_reader, redirected_writer
 from attnbackend.registry import registry_generation, resolve_backend
 from attnbackend.selector import AttentionSelectorConfig
@@ -65,12 +66,7 @@ class _BoundAttention:
     def is_stale(self) -> bool:
         return self.choices is not None and self.choices != library_choices()
 
-    def run(self, call: AttentionCall) -> None:
-        tensors = OptionalTensors(
-            lse=call.lse, alibi_slopes=call.alibi_slopes, sinks=call.sinks, q_scale=call.q_scale,
-            k_scale=call.k_scale, v_scale=call.v_scale, output_scale=call.output_scale,
-            output_block_scale=call.output_block_scale, bidirectional_ranges=call.bidirectional_ranges,
-        )  # fmt: skip
+    def run(self, call: AttentionCall, tensors: OptionalTensors) -> None:
         plan = self._plan(call)
         kv_cache = typed_cache(call.kv_cache, call.kv_cache_dtype)
         self.impl.forward(call.query, call.key, call.value, kv_cache, plan, call.output, tensors)
@@ -246,22 +242,44 @@ def _update_signature(c: KVCacheUpdateCall) -> tuple[Any, ...]:
 
 
 _ATTENTION: dict[Any, _BoundAttention] = {}
+_RECENT: RecentCalls[_BoundAttention] = RecentCalls()
 _UPDATE: dict[Any, tuple[AttentionImpl, KVCacheDims]] = {}
 
 
 def run_attention(name: str | None, call: AttentionCall) -> None:
     """Runs a call on the named backend, or on the one selected for its arguments."""
     name = redirected_reader(name)
+    bound = _RECENT.find(name, call)
+    if bound is not None:
+        bound.run(call, _NO_TENSORS)
+        return
+    bound = _bound_attention(name, call)
+    checks.check_attention_tokens(call)
+    if debug_checks_enabled():
+        checks.check_rows(call, bound.dims)
+    if call.query.shape[0]:
+        bound.run(call, _optional_tensors(call))
+        if not debug_checks_enabled():
+            _RECENT.keep(name, call, bound)
+
+
+def _bound_attention(name: str | None, call: AttentionCall) -> _BoundAttention:
     chosen_by = forced_backend() if name is None else name
     key = (chosen_by, registry_generation(), _attention_signature(call))
     bound = _ATTENTION.get(key)
     if bound is None or bound.is_stale:
         bound = remember(_ATTENTION, key, _bind_attention(name, call))
-    checks.check_attention_tokens(call)
-    if debug_checks_enabled():
-        checks.check_rows(call, bound.dims)
-    if call.query.shape[0]:
-        bound.run(call)
+    return bound
+
+
+_NO_TENSORS = OptionalTensors()
+
+
+def _optional_tensors(call: AttentionCall) -> OptionalTensors:
+    return OptionalTensors(
+        call.lse, call.alibi_slopes, call.sinks, call.q_scale, call.k_scale, call.v_scale,
+        call.output_scale, call.output_block_scale, call.bidirectional_ranges,
+    )  # fmt: skip
 
 
 def run_update(name: str | None, call: KVCacheUpdateCall) -> None:

@@ -13,6 +13,7 @@ from attnbackend.backends.flash_attn.call import Layer, ScheduleRequest, window_
 from attnbackend.backends.flash_attn.providers import Provider
 from attnbackend.backends.flash_attn.resolution import NoProviderError, provider_for
 from attnbackend.backends.host_lengths import BatchFacts, with_host_lengths
+from attnbackend.config import choices_now
 from attnbackend.impl import AttentionParams
 from attnbackend.kv_cache import AttentionSpec, KVCacheSpec, resolve_kv_cache_dtype
 from attnbackend.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
@@ -31,6 +32,9 @@ _SPLIT_TOKENS = 512
 """Batches of more tokens fill a GPU without splitting keys."""
 _SPLIT_BYTES = 512 << 20
 """Most memory of partial results, float32, that a call may take for its splits."""
+_SHORT_KEYS, _FULL_PROGRAMS = 1024, 106
+"""Requests as short as this are not split where rows times key-value heads are as many: unequal lengths leave
+little idle there, and kernels of FlashAttention 3 that may split take longer though they do not."""
 _SCHEDULE_ROWS = 992
 """Rows that the scheduler of FlashAttention 3 counts splits for one by one; with more it does not."""
 
@@ -59,13 +63,13 @@ def layer_of(params: AttentionParams, *, alibi: bool) -> Layer:
     return Layer.of(params, kv_dtype=kv_dtype, alibi=alibi)
 
 
-def most_splits(tokens: int, num_heads: int, head_size: int) -> int:
+def most_splits(tokens: int, num_heads: int, head_size: int, *, programs: int = 1, max_seq_len: int) -> int:
     """Parts that the keys of one request may be split in, from what partial results may take.
 
-    The batch's lengths do not enter: within the bound, the kernel decides request by request on the device,
-    so a graph splits as the replayed batch wants.
+    Of the lengths only their bound enters: within it, the kernel decides request by request on the device, so
+    a graph splits as the replayed batch wants. `programs` are rows times key-value heads.
     """
-    if tokens > _SPLIT_TOKENS:
+    if tokens > _SPLIT_TOKENS or (max_seq_len <= _SHORT_KEYS and programs >= _FULL_PROGRAMS):
         return 1
     rounded = 1 << max(0, math.ceil(math.log2(max(1, tokens))))
     return max(1, min(_MAX_SPLITS, _SPLIT_BYTES // (rounded * num_heads * head_size * 4)))
@@ -82,6 +86,9 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         super().__init__(*args, **kwargs)
         self._captured: dict[int, list[Bounds]] = {}
         self._schedules: dict[torch.dtype, Tensor] = {}
+        self._used: dict[torch.dtype, int] = {}
+        self._chosen: tuple[Any, ...] = ()
+        self._scheduler: Provider | None = None
 
     @classmethod
     def get_cudagraph_support(cls, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
@@ -124,7 +131,11 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         return self._plan(common, bounds, BatchFacts.of_capture(common), scheduled=True)
 
     def _bounds(self, common: CommonAttentionMetadata) -> Bounds:
-        splits = most_splits(common.num_actual_tokens, self.params.num_heads, self.params.head_size)
+        p = self.params
+        splits = most_splits(
+            common.num_actual_tokens, p.num_heads, p.head_size, max_seq_len=common.max_seq_len,
+            programs=common.seq_lens.shape[0] * p.num_kv_heads,
+        )  # fmt: skip
         return Bounds(max(1, common.max_query_len), max(1, common.max_seq_len), splits)
 
     def _captured_bounds(self, common: CommonAttentionMetadata) -> Bounds | None:
@@ -146,6 +157,12 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
     def _scheduling_provider(self, common: CommonAttentionMetadata) -> Provider | None:
         if self.limits is None or common.seq_lens.shape[0] > _SCHEDULE_ROWS:
             return None
+        chosen = choices_now()
+        if self._chosen != chosen:
+            self._chosen, self._scheduler = chosen, self._first_provider()
+        return self._scheduler
+
+    def _first_provider(self) -> Provider | None:
         try:
             provider = provider_for(layer_of(self.params, alibi=False))
         except NoProviderError:
@@ -172,6 +189,9 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         if buffer is None or buffer.numel() < size:
             most = 1 + -(-self.limits.max_num_seqs // 4) * 16
             buffer = self._schedules[made.dtype] = made.new_zeros(max(most, size))
+            self._used[made.dtype] = 0
         buffer[:size].copy_(made)
-        buffer[size:].zero_()
+        if self._used[made.dtype] > size:
+            buffer[size : self._used[made.dtype]].zero_()
+        self._used[made.dtype] = size
         return buffer[:size]

@@ -13,14 +13,15 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .bounds import decode_first_key
 from .checks import fail
 from .config import TileConfig, decode_tiles, heads_per_tile, pieces_per_kv_head
-from .launch import Launch, on_device_of, prepare
-from .partials import MERGE_STEP, merged, partial_buffer, split_size, store_head, store_partial
+from .launch import Launch, on_device_of, prepare, starts_early
+from .partials import merge_step, merged, partial_buffer, split_size, store_head, store_partial
 from .quantize import group_places, store_output
-from .splits import MIN_SPLIT_KEYS, decode_shape, processor_count
+from .splits import MIN_SPLIT_KEYS, decode_shape, processor_count, split_unit
 from .tile import (
     all_columns,
     attend,
@@ -115,11 +116,16 @@ def decode_kernel(
     HEADS: tl.constexpr,
     PIECES: tl.constexpr,
     MIN_KEYS: tl.constexpr,
+    UNIT: tl.constexpr,
     ALIKE: tl.constexpr,
     PAIRS: tl.constexpr,
     SIGNED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     HAS_ALIBI: tl.constexpr = alibi_ptr is not None
+    if EARLY:
+        # The merge may take its place on the device as soon as all programs have theirs.
+        gdc_launch_dependents()
     kv_head = tl.program_id(0) // PIECES
     split = tl.program_id(1)
     row = tl.program_id(2)
@@ -152,7 +158,7 @@ def decode_kernel(
         return
     first_key = decode_first_key(seq_len, reach, ranges_ptr, row, num_ranges, REACH)
     begin = first_key // N * N
-    size = split_size(seq_len - begin, num_splits, MIN_KEYS, N)
+    size = split_size(seq_len - begin, num_splits, MIN_KEYS, UNIT)
     start = begin + split * size
     stop = tl.minimum(start + size, seq_len)
     if (split > 0) & (start >= stop):
@@ -171,11 +177,11 @@ def decode_kernel(
     k_ptr += kv_head64 * k_head
     v_ptr += kv_head64 * v_head
     table_ptr += row.to(tl.int64) * table_row
-    # The token is the last of its sequence: [first_key, seq_len) is all that there is to mask.
+    # The token is the last of its sequence: what lies outside of [first_key, stop) is all there is to mask.
     position = lane * 0 + seq_len - 1
     acc, odd, row_max, row_sum = attend(
         acc, odd, row_max, row_sum, q, position, position, position, slope, k_ptr, v_ptr, table_ptr,
-        start, stop, first_key, seq_len,
+        start, stop, first_key, stop,
         scale, soft_cap, k_block, k_slot, v_block, v_slot,
         True, False, False, HAS_CAP, HAS_ALIBI, S, N, D, DV, D_PAD, DV_PAD,
         K_FMT, V_FMT, DOT, PRECISE, ALIKE, PAIRS,
@@ -241,27 +247,33 @@ def merge_splits_kernel(
     DV_PAD: tl.constexpr,
     N: tl.constexpr,
     MIN_KEYS: tl.constexpr,
+    UNIT: tl.constexpr,
     STEP: tl.constexpr,
     PRECISE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     head = tl.program_id(0)
     row = tl.program_id(1)
     num_heads = tl.num_programs(0)
     q_begin = tl.load(starts_ptr + row)
-    if (row >= tl.load(starts_ptr + num_rows)) & (row < num_tokens):
+    q_end = tl.load(starts_ptr + row + 1)
+    last_end = tl.load(starts_ptr + num_rows)
+    seq_len = tl.load(seq_lens_ptr + row)
+    if EARLY:
+        gdc_wait()
+    if (row >= last_end) & (row < num_tokens):
         store_head(
             out_ptr, row, head, tl.zeros([DV_PAD], tl.float32), out_scale_ptr, block_scale_ptr,
             block_scale_token, out_token, out_head, DV, DV_PAD, OUT_FMT, OUT_LIMIT, OUT_GROUP,
         )  # fmt: skip
         if lse_ptr is not None:
             tl.store(lse_ptr + row.to(tl.int64) * lse_token + head * lse_head, float("-inf"))
-    if tl.load(starts_ptr + row + 1) == q_begin:
+    if q_end == q_begin:
         return
 
-    seq_len = tl.load(seq_lens_ptr + row)
     first_key = decode_first_key(seq_len, reach, ranges_ptr, row, num_ranges, REACH)
     num_keys = seq_len - first_key // N * N
-    size = split_size(num_keys, num_splits, MIN_KEYS, N)
+    size = split_size(num_keys, num_splits, MIN_KEYS, UNIT)
     used = tl.maximum((num_keys + size - 1) // size, 1)
     first_part = (row.to(tl.int64) * num_heads + head) * num_splits
     parts = num_rows.to(tl.int64) * num_heads * num_splits
@@ -343,7 +355,9 @@ def _launch_decode(launch: Launch, tile: TileConfig, num_splits: int, partial: t
         *launch.tensors, *launch.numbers, launch.tokens, launch.rows, num_splits, partial,
         **launch.plan.constants, M=tile.block_m, N=tile.block_n,
         HEADS=heads_per_tile(group, tile.block_m), PIECES=pieces, MIN_KEYS=MIN_SPLIT_KEYS,
+        UNIT=split_unit(launch.plan.constants["S"], tile.block_n),
         ALIKE=launch.is_alike, PAIRS=launch.reads_pairs(tile.block_m), SIGNED=launch.is_signed,
+        EARLY=partial is not None and starts_early(launch.tensors[0].device),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
@@ -351,9 +365,12 @@ def _launch_decode(launch: Launch, tile: TileConfig, num_splits: int, partial: t
 def _launch_merge(launch: Launch, tile: TileConfig, num_splits: int, partial: torch.Tensor) -> None:
     constants = launch.plan.constants
     out, lse, starts, seq_lens = launch.tensors[3:7]
+    early = starts_early(out.device)
     merge_splits_kernel[(launch.heads, launch.rows)](
         partial, out, lse, starts, seq_lens, launch.ranges, *launch.out_scales, *launch.out_strides,
         *launch.reach, launch.tokens, launch.rows, num_splits, constants["REACH"], constants["OUT_FMT"],
         constants["OUT_LIMIT"], constants["OUT_GROUP"], launch.value_size,
-        constants["DV_PAD"], tile.block_n, MIN_SPLIT_KEYS, MERGE_STEP, constants["PRECISE"], num_warps=2,
+        constants["DV_PAD"], tile.block_n, MIN_SPLIT_KEYS, split_unit(constants["S"], tile.block_n),
+        merge_step(num_splits, constants["DV_PAD"]), constants["PRECISE"], early, num_warps=4,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

@@ -14,7 +14,15 @@ import torch
 
 from . import checks
 from .bounds import MAX_REACH
-from .codec import FINITE_MAX, FLOAT8_FORMATS, TRITON_DTYPE, kernel_view, product_dtype, stored_format
+from .codec import (
+    FINITE_MAX,
+    FLOAT8_FORMATS,
+    INTERPRETED,
+    TRITON_DTYPE,
+    kernel_view,
+    product_dtype,
+    stored_format,
+)
 from .config import padded_size
 from .quantize import output_group
 
@@ -42,6 +50,14 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(tensor.device)
+
+
+@lru_cache(maxsize=64)
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one that it waits for is done, as from Hopper on."""
+    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class Plan(NamedTuple):

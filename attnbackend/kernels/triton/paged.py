@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import paged_hopper_launch as hopper
 from .bounds import key_bounds, key_ranges, widened
 from .config import TileConfig, batch_kind, heads_per_tile, is_prefill, pieces_per_kv_head, tile_config
 from .launch import NO_OWN_TOKENS, Launch, OwnTokens, on_device_of, own_tokens, prepare
@@ -319,11 +320,15 @@ def paged_attention(
     if tokens == 0:
         return
     kind = batch_kind(tokens, rows)
-    if tile is None:
-        tile = tile_config(plan.product, plan.width, plan.group, kind, launch.has_float8_keys)
     own = NO_OWN_TOKENS
     if key is not None and value is not None and block_table is not None and is_prefill(kind):
         own = own_tokens(WHERE, launch, key, value)
+    if tile is None and hopper.problem(launch, num_splits) is None:
+        with on_device_of(query):
+            hopper.launch_hopper(launch, own)
+        return
+    if tile is None:
+        tile = tile_config(plan.product, plan.width, plan.group, kind, launch.has_float8_keys)
     # One tile more for each row than its tokens fill, and one for tokens past the last row.
     tiles = tokens // (tile.block_m // heads_per_tile(plan.group, tile.block_m)) + rows + 1
     if num_splits is None:

@@ -21,15 +21,23 @@ from .tile import divide, natural_lse, power, store_rows
 
 MERGE_STEP = 16
 """Partial results that a merge reads at once."""
+MAXIMA = tl.constexpr(128)
+"""Greatest scores of parts that a merge reads at once."""
+
+
+def merge_step(num_splits: int, padded_size: int) -> int:
+    """Partial results of heads of `padded_size` that four warps read at once: all there are, if they can."""
+    most = max(MERGE_STEP, 8192 // padded_size)
+    return min(most, MERGE_STEP if num_splits <= MERGE_STEP else 64)
 
 
 @triton.jit
 def split_size(
-    num_keys: tl.tensor, num_splits: tl.tensor, MIN_KEYS: tl.constexpr, N: tl.constexpr
+    num_keys: tl.tensor, num_splits: tl.tensor, MIN_KEYS: tl.constexpr, UNIT: tl.constexpr
 ) -> tl.tensor:
-    """Keys of one split: whole steps, and not so few that merging costs more than it saves."""
+    """Keys of one split: a multiple of UNIT, and not so few that merging costs more than it saves."""
     size = tl.maximum((num_keys + num_splits - 1) // num_splits, MIN_KEYS)
-    return (size + N - 1) // N * N
+    return (size + UNIT - 1) // UNIT * UNIT
 
 
 @triton.jit
@@ -65,8 +73,8 @@ def merged(
     columns = tl.arange(0, DV_PAD)
     max_parts = partial_ptr + parts * DV + first_part
     top = float("-inf")
-    for first in range(0, used, STEP):
-        split = first + tl.arange(0, STEP)
+    for first in range(0, used, MAXIMA):
+        split = first + tl.arange(0, MAXIMA)
         part_max = tl.load(max_parts + split, mask=split < used, other=float("-inf"))
         top = tl.maximum(top, tl.max(part_max, 0))
     pivot = tl.where(top == float("-inf"), 0.0, top)

@@ -1,0 +1,163 @@
+"""Prompts on Hopper: which calls the kernel serves, and, on such a GPU, what it computes.
+
+Legend: T tokens, H query heads, D head size, S block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_triton_kernel import (  # noqa: F401 (pytestmark)
+    BF16,
+    CUDA,
+    DEVICE,
+    E4M3,
+    F16,
+    F32,
+    SINKS,
+    SLOPES,
+    Batch,
+    Options,
+    check,
+    make_batch,
+    poison,
+    pytestmark,
+)
+from test_triton_new_tokens import forget_new_rows, own
+
+from attnbackend.kernels.triton import paged_attention
+from attnbackend.kernels.triton import paged_hopper_launch as hopper
+from attnbackend.kernels.triton.launch import prepare
+from attnbackend.kernels.triton.paged_hopper_launch import Matrix, matrix_of
+
+HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
+ROWS = [
+    (400, 400),
+    (300, 777),
+    (0, 0),
+    (130, 130),
+    (3, 700),
+    (261, 517),
+    (129, 5),
+    (1, 1),
+    (0, 9),
+    (128, 128),
+]
+"""New, with context, without tokens, of whole steps, with more queries than keys."""
+
+
+def hopper_problem(batch: Batch, options: Options, num_splits: int | None = 1) -> str | None:
+    output = poison((*batch.query.shape[:2], batch.value_cache.shape[3]), batch.query.dtype)
+    launch = prepare(
+        "test", *batch.tensors(output), options.scale, options.causal, options.sliding_window,
+        options.attention_chunk_size, options.logits_soft_cap, options.alibi_slopes, options.sinks, None,
+        batch.k_scale, batch.v_scale, None, None, None,
+    )  # type: ignore[arg-type]  # fmt: skip
+    return hopper.problem(launch, num_splits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        ({}, {}, None),
+        ({"dtype": F16, "block_size": 48, "dim": 64, "kv_heads": 1}, {}, None),
+        ({"layout": "HND"}, {}, None),
+        ({"layout": "layers interleaved"}, {}, None),
+        ({"rows": [(300, 300), (1, 9), (1, 9)]}, {}, "128 tokens or more"),
+        ({}, {"causal": False}, "causal over all keys"),
+        ({}, {"sliding_window": 9}, "causal over all keys"),
+        ({}, {"logits_soft_cap": 9.0}, "causal over all keys"),
+        ({"dim": 96}, {}, "head size is 96"),
+        ({"value_dim": 64}, {}, "head size is 128"),
+        ({"dtype": F32}, {}, "one type of 16 bits"),
+        ({"cache_dtype": E4M3}, {}, "one type of 16 bits"),
+        ({}, {"alibi_slopes": SLOPES}, "no slopes"),
+        ({}, {"sinks": SINKS}, "no slopes"),
+        ({"k_scale": [2.0]}, {}, "no slopes"),
+        ({}, {"scale": -1.0}, "no scale of 0 or less"),
+    ],
+)  # fmt: skip
+def test_the_kernel_takes(
+    changes: dict[str, Any], options: dict[str, Any], words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "device_problem", lambda device: None)
+    rows = changes.pop("rows", [(300, 300)])
+    batch = make_batch(rows, **{"dim": 128, "dtype": BF16} | changes)
+    found = hopper_problem(batch, Options(**options))
+    assert found is None if words is None else words in str(found)
+    assert hopper_problem(batch, Options(**options), num_splits=2) is not None
+
+
+@pytest.mark.skipif(CUDA, reason="only a process without a GPU has no device for it")
+def test_the_kernel_needs_a_gpu() -> None:
+    assert "CUDA" in str(hopper_problem(make_batch([(300, 300)], dim=128, dtype=BF16), Options()))
+
+
+@pytest.mark.parametrize(
+    ("strides", "matrix"),
+    [
+        # [B, 2, S, Hk, D], [B, 2, Hk, S, D], and either within a wider row.
+        ((2 * 16 * 512, 512, 128), Matrix(9 * 32 + 16, 512, 512, 32, 0, 128)),
+        ((2 * 16 * 512, 128, 16 * 128), Matrix(9 * 128 + 3 * 16 + 16, 128, 128, 128, 16, 0)),
+        ((16 * 1024, 1024, 128), Matrix(9 * 16 + 16, 512, 1024, 16, 0, 128)),
+        ((2 * 16 * 512 + 4, 512, 128), None),
+        ((2 * 16 * 516, 516, 128), None),
+        ((0, 512, 128), None),
+    ],
+)
+def test_a_cache_is_a_matrix_of_slots(strides: tuple[int, ...], matrix: Matrix | None) -> None:
+    """Ten blocks of 16 slots of 4 heads of 128."""
+    shape = (10, 16, 4, 128)
+    found = matrix_of(shape, (*strides, 1))
+    assert found == matrix
+    if found is not None:
+        for place in ((0, 0, 0, 0), (9, 15, 3, 127), (4, 7, 2, 64)):
+            block, slot, head, column = place
+            row = block * found.block_rows + head * found.head_rows + slot
+            offset = row * found.stride + head * found.head_columns + column
+            assert offset == sum(a * b for a, b in zip(place, (*strides, 1), strict=True))
+            assert row < found.rows
+            assert head * found.head_columns + column < found.columns
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry a launch of the kernel."""
+    launches: list[int] = []
+    launch: Callable[..., None] = hopper.launch_hopper
+
+    def counted(*args: Any) -> None:
+        launches.append(1)
+        launch(*args)
+
+    monkeypatch.setattr(hopper, "launch_hopper", counted)
+    return launches
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9")
+@pytest.mark.parametrize("reads_own", [False, True], ids=["from pages", "new tokens where they lie"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {}, {"layout": "HND"}, {"layout": "layers interleaved"}, {"dtype": F16}, {"block_size": 48},
+        {"block_size": 64}, {"block_size": 256}, {"dim": 64, "kv_heads": 8},
+        {"dim": 64, "heads": 5, "kv_heads": 1},
+        {"dim": 256, "kv_heads": 1}, {"heads": 14, "kv_heads": 2}, {"heads": 32, "kv_heads": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_prompts_equal_dense_attention(shape: dict[str, Any], reads_own: bool, served: list[int]) -> None:
+    batch = make_batch(ROWS, tail=3, **{"heads": 8, "dim": 128, "dtype": BF16} | shape)
+    extra: dict[str, Any] = {}
+    if reads_own:
+        key, value = own(batch)
+        extra = {"key": key, "value": value}
+        if batch.key_cache.shape[1] == 16:
+            forget_new_rows(batch)
+    check(paged_attention, batch, Options(batch.query.shape[2] ** -0.5), **extra)
+    assert served == [1]
+    assert DEVICE == "cuda"
