@@ -154,7 +154,7 @@ def _plan(shape: LlamaShape, case: Case, query: Tensor, batch: BatchTensors) -> 
     common = CommonAttentionMetadata.from_tensors(
         batch.query_start_loc, batch.seq_lens, batch.block_table, num_tokens=len(query), block_size=16
     )
-    return builder.build(0, common)
+    return builder.build(0, common.replace(max_query_len=1))
 
 
 def _differ(apart: Any, fused: Any) -> list[float]:
