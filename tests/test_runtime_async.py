@@ -237,6 +237,47 @@ def test_a_device_that_is_no_cpu_works_ahead_and_a_cpu_does_not() -> None:
     assert EngineCore(runner).is_async
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
+def test_a_step_that_fails_behind_its_graph_is_repeated_with_the_tokens_before_it(ahead: bool) -> None:
+    """The graph has written its tokens over those of the step before, which the step is to read again."""
+    with registry_scope():
+        register_backend("HONEST")(HonestBackend)
+        runner = build_runner(
+            make_model("llama"), num_blocks=30, max_num_seqs=3, max_num_batched_tokens=24, compile=False,
+            backend="HONEST", graphs=GraphOptions(library=lambda device: RecordedGraphs()),
+        )  # fmt: skip
+        prompts = [[3, 4, 5], [6, 7]]
+        expected = [o.token_ids for o in graph_engine(runner, ahead).generate(prompts, GREEDY)]
+        execute, calls = runner.execute, 0
+
+        def failing(batch: PreparedBatch) -> Tensor:
+            nonlocal calls
+            logits, calls = execute(batch), calls + 1
+            if calls in (2, 4, 5, 8):
+                raise RuntimeError("behind the graph")
+            return logits
+
+        runner.execute = failing  # type: ignore[method-assign]
+        engine = graph_engine(runner, ahead)
+        ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+        finished, failures = {}, 0
+        while engine.has_unfinished():
+            try:
+                finished.update({o.request_id: o.output.token_ids for o in engine.step() if o.output})
+            except RuntimeError:
+                failures += 1
+    assert failures == 4
+    assert [finished[i] for i in ids] == expected
+    assert runner.graphs is not None
+    assert runner.graphs.stats()["decode"] > 8
+
+
+def graph_engine(runner: Any, ahead: bool) -> EngineCore:
+    return EngineCore(
+        runner, max_num_seqs=3, max_num_batched_tokens=24, eos_token_ids=(), async_scheduling=ahead
+    )
+
+
 @pytest.mark.parametrize(
     ("family", "backend"), [("llama", None), ("gemma3_text", None), ("llama", "HONEST")], ids=str
 )

@@ -119,15 +119,15 @@ class World:
 
 
 @pytest.fixture(params=[True, False], ids=["host memory is the device's", "memory apart"])
-def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device whose memory is the host's, or one with its own."""
+def is_shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the device's memory is the host's, or its own."""
     if not request.param:
         monkeypatch.setattr(batch_buffers, "device_twin", lambda host, _: torch.zeros_like(host))
+    return bool(request.param)
 
 
-@pytest.mark.usefixtures("_memory")
 @pytest.mark.parametrize("seed", range(4))
-def test_every_field_of_random_batches_equals_a_naive_loop(seed: int) -> None:
+def test_every_field_of_random_batches_equals_a_naive_loop(seed: int, is_shared: bool) -> None:
     world, batch, num_checked = World(random.Random(seed)), make_batch(), 0
     addresses = None
     for step in range(150):
@@ -237,9 +237,8 @@ def test_preparing_eight_decodes_takes_well_under_a_millisecond() -> None:
     assert sorted(seconds)[50] < 0.3e-3
 
 
-@pytest.mark.usefixtures("_memory")
 def test_steps_of_the_same_decodes_equal_a_naive_loop_without_gathering(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_shared: bool
 ) -> None:
     batch, rng = make_batch(), random.Random(3)
     requests = [make_request(f"r{i}", 3, 4 + i, 3 + i, [*range(10 * i + 1, 10 * i + 3)]) for i in range(4)]
@@ -256,7 +255,7 @@ def test_steps_of_the_same_decodes_equal_a_naive_loop_without_gathering(
         for request in requests:
             if request.num_computed == len(request.block_ids) * BLOCK:
                 request.block_ids.append(100 + rng.randrange(100))
-        for buffer in batch.buffers.host.values():
+        for buffer in batch.buffers.host.values() if is_shared else ():
             buffer.fill_(POISON)
         check(batch.prepare(scheduled), scheduled)
         ids = torch.tensor([rng.randrange(1000) for _ in requests])

@@ -37,6 +37,7 @@ class _Captured:
     records: dict[str, TensorRecord]
     checked: PreparedStep | None = None
     """A step that lasts, and whose tensors are where the graph reads them."""
+    num_replays: int = 0
 
 
 @dataclass
@@ -51,7 +52,6 @@ class GraphedSteps:
     library: GraphLibrary
     long_lived: LongLivedTensors
     report: CaptureReport = field(default_factory=CaptureReport)
-    num_replays: dict[Dispatch, int] = field(default_factory=dict)
     _captured: dict[Dispatch, _Captured] = field(default_factory=dict)
 
     def capture(self, key: Dispatch, step: PreparedStep) -> None:
@@ -70,6 +70,11 @@ class GraphedSteps:
         self._captured[key] = _Captured(graph, record_tensors(step.tensors))
         seconds = time.perf_counter() - started - graph.warm_up_seconds
         self.report.costs.append(CaptureCost(key, seconds, graph.num_bytes, graph.warm_up_seconds))
+
+    @property
+    def num_replays(self) -> dict[Dispatch, int]:
+        """Of each graph that was replayed."""
+        return {key: c.num_replays for key, c in self._captured.items() if c.num_replays}
 
     def __contains__(self, key: object) -> bool:
         return key in self._captured
@@ -100,5 +105,5 @@ class GraphedSteps:
                 captured.graph.replay()
         else:
             captured.graph.replay()
-        self.num_replays[key] = self.num_replays.get(key, 0) + 1
+        captured.num_replays += 1
         return captured.graph.output

@@ -25,6 +25,8 @@ class CUDAGraphMode(enum.Enum):
     FULL_AND_PIECEWISE = (2, 1)
     """Whole steps in which every request decodes; others in pieces."""
 
+    __hash__ = object.__hash__  # Members are single; the one of `Enum` costs a call, at every look-up.
+
     @classmethod
     def parse(cls, value: CUDAGraphMode | str) -> CUDAGraphMode:
         """The mode of a name, in any case.

@@ -76,19 +76,24 @@ class StepBuffers:
         self.query_start_loc_R, self.seq_lens_R = arrays["query_start_loc"], arrays["seq_lens"]
         self.fed_tokens_R, self.fed_rows_R = arrays["fed_tokens"], arrays["fed_rows"]
         self.sampling = {name: arrays[name] for name in sampling}
-        self._packed_kept = torch.zeros_like(self._packed_host, pin_memory=False)
-        self._whole, self._whole_kept = self._packed_host.numpy(), self._packed_kept.numpy()
-        self.kept = _arrays(_views(self._packed_kept, sizes))
-        """The arrays by name as they were at the last `keep`; whoever keeps them may change them."""
+        kept = torch.zeros_like(self._packed_host, pin_memory=False) if self._is_shared else self._packed_host
+        self._whole, self._whole_kept = self._packed_host.numpy(), kept.numpy()
+        self._kept = _arrays(_views(kept, sizes))
 
-    def keep(self) -> None:
-        """Copy the host side to `kept`."""
-        self._whole_kept[:] = self._whole
+    def keep(self) -> dict[str, IntArray]:
+        """The arrays by name as they are now, to be changed from step to step, and written by `restore`.
 
-    def restore(self, num_tokens: int) -> None:
-        """Make the host side what `kept` is; on a GPU, what `upload` of so many tokens copies of it."""
-        stop = None if self._is_shared else self._slots_from + 8 * num_tokens
-        self._whole[:stop] = self._whole_kept[:stop]
+        Where the host's memory is not the device's, nobody else writes it, and they are its own.
+        """
+        if self._is_shared:
+            self._whole_kept[:] = self._whole
+            self._kept["input_ids"].fill(0)
+        return self._kept
+
+    def restore(self) -> None:
+        """Make the host side what was kept, with its changes."""
+        if self._is_shared:
+            self._whole[:] = self._whole_kept
 
     def sampling_plan(self, sampled: SampledRows) -> SamplingPlan:
         """Write the rows that sample, before `upload`; the plan is good after it."""
@@ -169,13 +174,9 @@ class BlockTableBuffer:
         self._homes[num_rows : self._num_rows] = -1
         self._num_rows = num_rows
         if changed:
-            self._upload(min(changed), max(changed))
+            self.upload(min(changed), max(changed))
 
-    def append(self, rows: IntArray, columns: IntArray, blocks: IntArray) -> None:
-        """Give some rows, ascending, a block each, and upload them; no row has come, gone or moved."""
-        self.rows[rows, columns] = blocks
-        self._upload(int(rows[0]), int(rows[-1]))
-
-    def _upload(self, first: int, last: int) -> None:
+    def upload(self, first: int, last: int) -> None:
+        """Start the copy of these rows, and those between them, to the device."""
         if self.device is not self.host:
             self.device[first : last + 1].copy_(self.host[first : last + 1], non_blocking=True)

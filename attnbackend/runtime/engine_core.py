@@ -296,16 +296,27 @@ class EngineCore:
     def _run(self, scheduled: Sequence[ScheduledRequest]) -> StartedStep:
         """Start a step on the device; nothing has advanced if this raises."""
         batch = self.input_batch.prepare(scheduled)
-        logits = self.runner.execute(batch)
-        self._num_steps += 1
-        self._check_logits(logits, batch)
-        requests = [scheduled[row].request for row in batch.sampled_rows]
-        started = self._sampled.sample(logits, batch.sampling, requests)
+        try:
+            logits = self.runner.execute(batch)
+            self._num_steps += 1
+            self._check_logits(logits, batch)
+            requests = [scheduled[row].request for row in batch.sampled_rows]
+            greedy = getattr(self.runner, "greedy", None)
+            started = self._sampled.sample(logits, batch.sampling, requests, greedy)
+        except BaseException:
+            self._undo_tokens()
+            raise
         self.input_batch.started(started.ids)
         self.scheduler.commit(scheduled)
         for request in started.requests:
             request.num_pending += 1
         return started
+
+    def _undo_tokens(self) -> None:
+        """After a step that failed: the tokens that it was to read are those of the step before again."""
+        self.input_batch.invalidate()
+        if self._in_flight:
+            self._in_flight[-1].put_back()
 
     def _check_logits(self, logits: Tensor, batch: PreparedBatch) -> None:
         expected = (batch.num_sampled, self.runner.vocab_size)

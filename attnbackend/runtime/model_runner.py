@@ -39,7 +39,9 @@ from attnbackend.layers.paged import BoundLayer
 from attnbackend.metadata import AttentionMetadataBuilder, BatchLimits, CommonAttentionMetadata
 from attnbackend.platforms import free_memory
 from attnbackend.runtime.prepared_batch import PreparedBatch
+from attnbackend.runtime.sampler import take_largest
 from attnbackend.runtime.served_model import AttentionLayer, ServedModel
+from attnbackend.runtime.started_step import TokenMemory
 from attnbackend.runtime.step_graphs import GraphOptions, StepGraphs, StepInputs, inputs_of, plan_graphs
 from attnbackend.selector import AttentionSelectorConfig, select_backend
 from attnbackend.types import AttentionType
@@ -138,6 +140,9 @@ class ModelRunner:
         self.graph_reasons = plan.reasons
         """Why not every step runs from a graph; nothing where all do, or where a person wants none."""
         self.graphs: StepGraphs | None = None
+        self.greedy: TokenMemory | None = None
+        """Where the last step's graph left each row's greedy choice; None: it ran from none that does."""
+        self._greedy: TokenMemory | None = None
         self._planned = _event(self.device)
         model.bind(self._bound_layers())
         if options.compile:
@@ -205,8 +210,10 @@ class ModelRunner:
 
     def execute(self, batch: PreparedBatch) -> Tensor:
         """One step; see the engine's runner protocol."""
+        self.greedy = None
         logits = None if self.graphs is None else self.graphs.run(batch)
         if logits is not None:
+            self.greedy = self._greedy if self.graphs.ran_whole else None  # type: ignore[union-attr]
             return logits
         decode_only = self._has_latents and batch.max_query_len <= 1
         inputs = inputs_of(batch, batch.num_tokens, len(batch.seq_lens), batch.num_sampled, decode_only)
@@ -216,6 +223,15 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs, context: ForwardContext) -> Tensor:
         with self._running(context):
             return self.model.forward(*inputs)
+
+    def _forward_and_choose(self, inputs: StepInputs, context: ForwardContext) -> Tensor:
+        """The logits, with the greedy choice of each row in memory that stays where it is."""
+        logits_NV = self._forward(inputs, context)
+        if self._greedy is None:
+            rows = self.options.max_num_seqs * (1 + self.num_drafts)
+            self._greedy = TokenMemory.on(self.device, rows, logits_NV.dtype)
+        take_largest(logits_NV, self._greedy.leading(len(logits_NV)))
+        return logits_NV
 
     @contextmanager
     def _running(self, context: ForwardContext) -> Iterator[None]:
@@ -238,17 +254,15 @@ class ModelRunner:
         context = self._context(common, capturing)
         plans = {f"plan {group} of {name}": plan for (group, name), plan in context.plans.items()}
         lasts = not any(builder.plans_each_replay(longest) for builder in self._builders)
-        return self._prepared(inputs, context, {**inputs.named(), **dict(plan_tensors(plans, ""))}, lasts)
+        tensors = {**inputs.named(), **dict(plan_tensors(plans, ""))}
+        work = partial(self._forward_and_choose, inputs, context)
+        return PreparedStep(tensors, work, partial(self._running, context), lasts)
 
     def _step_in_pieces(self, inputs: StepInputs, common: CommonAttentionMetadata) -> PreparedStep:
         """Attention runs anew at each replay, with the step's own plan."""
-        return self._prepared(inputs, self._context(common), inputs.named())
-
-    def _prepared(
-        self, inputs: StepInputs, context: ForwardContext, tensors: Mapping[str, Tensor], lasts: bool = False
-    ) -> PreparedStep:
+        context = self._context(common)
         work = partial(self._forward, inputs, context)
-        return PreparedStep(tensors, work, partial(self._running, context), lasts)
+        return PreparedStep(inputs.named(), work, partial(self._running, context))
 
     def _named_backend(self) -> AbstractContextManager[object]:
         """Names the engine's backend to the agnostic ops; without one, they choose as everywhere."""

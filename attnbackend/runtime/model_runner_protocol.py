@@ -17,7 +17,8 @@ class ModelRunner(Protocol):
     that captures graphs over the engine's buffers ``capture_graphs(padding)``, which is called once with a
     function that gives a batch of so many tokens of padding, in requests of so many. ``placeholders`` maps
     token ids that prompts may not hold to what the model calls them. ``num_drafts``, where there is one, says
-    how many speculative tokens a decode the runner's plans and graphs have room for.
+    how many speculative tokens a decode the runner's plans and graphs have room for. ``greedy``,
+    where it is not None after a step, is a `TokenMemory` with the greedy choice of each row of its logits.
 
     Attributes:
         vocab_size: token ids are 0 .. vocab_size-1.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from attnbackend.cudagraph.dispatcher import BatchShape
@@ -61,15 +63,13 @@ class PreparedBatch:
     sampling: SamplingPlan | None = None
     """How the rows of the logits are sampled; None: all are greedy."""
 
-    def advanced(
-        self, seq_lens_cpu: Tensor, max_seq_len: int, sampling: SamplingPlan | None
-    ) -> PreparedBatch:
-        """The same batch one step later: nothing else has changed."""
-        batch: PreparedBatch = object.__new__(PreparedBatch)
+    def advanced(self, num_steps: int, sampling: SamplingPlan | None) -> PreparedBatch:
+        """The same batch some steps later: nothing but lengths and sampling has changed."""
+        batch: PreparedBatch = object.__new__(_Advanced)
         # Three times as fast as `dataclasses.replace`, at every step.
-        batch.__dict__.update(
-            self.__dict__, seq_lens_cpu=seq_lens_cpu, max_seq_len=max_seq_len, sampling=sampling
-        )
+        own = batch.__dict__
+        own.update(self.__dict__, sampling=sampling, max_seq_len=self.max_seq_len + num_steps)
+        own.update(shape=self.shape, lens_before=own.pop("seq_lens_cpu"), num_steps=num_steps)
         return batch
 
     def shares_tensors(self, other: PreparedBatch) -> bool:
@@ -89,12 +89,23 @@ class PreparedBatch:
         """How many rows of logits the step needs; 0 when all requests are inside their prompt."""
         return len(self.sampled_rows)
 
-    @property
+    @cached_property
     def shape(self) -> BatchShape:
-        """What decides how the batch runs."""
+        """What decides how the batch runs; the same object for batches that are `advanced` from this one."""
         return BatchShape(self.num_tokens, self.num_reqs, self.max_query_len, self.is_pure_decode)
 
     @property
     def is_pure_decode(self) -> bool:
         """Every request has finished its prompt and computes its newest token, and drafts."""
         return self.num_decodes == self.num_reqs
+
+
+class _Advanced(PreparedBatch):
+    """Its lengths on the host are made when they are asked for, which a replay does not."""
+
+    lens_before: Tensor
+    num_steps: int
+
+    @cached_property
+    def seq_lens_cpu(self) -> Tensor:
+        return torch.where(self.lens_before > 0, self.lens_before + self.num_steps, 0)

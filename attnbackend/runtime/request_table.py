@@ -87,10 +87,11 @@ class RequestTable:
             self._num_blocks_H[homes_R] = total_R
         return changed
 
-    def set_blocks(self, homes: IntArray, columns: IntArray, blocks: IntArray) -> None:
-        """Write one block of each row, the next or one that it has."""
-        self.blocks_HW[homes, columns] = blocks
-        self._num_blocks_H[homes] = np.maximum(self._num_blocks_H[homes], columns + 1)
+    def set_block(self, home: int, column: int, block_id: int) -> None:
+        """Write one block of a row, the next or one that it has."""
+        self.blocks_HW[home, column] = block_id
+        if self._num_blocks_H[home] == column:
+            self._num_blocks_H[home] = column + 1
 
     def _home(self, request: Request) -> int:
         home = self._homes.get(request.request_id)

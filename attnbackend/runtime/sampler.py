@@ -84,7 +84,6 @@ class Sampled(NamedTuple):
         return ids
 
 
-@torch.inference_mode()
 def sample(logits_NV: Tensor, plan: SamplingPlan | None, out: Sampled | None = None) -> Sampled:
     """Choose one token a row.
 
@@ -96,14 +95,27 @@ def sample(logits_NV: Tensor, plan: SamplingPlan | None, out: Sampled | None = N
         plan: the rows that are not greedy; None: all are.
         out: where the result goes; None: into new tensors.
     """
+    sampled = take_largest(logits_NV, out)
+    if plan is not None:
+        sample_rows(logits_NV, plan, sampled)
+    return sampled
+
+
+@torch.inference_mode()
+def take_largest(logits_NV: Tensor, out: Sampled | None = None) -> Sampled:
+    """The greedy choice of each row."""
     # max propagates NaN, so the one pass that greedy needs also finds unusable rows.
     into = None if out is None else (out.largest, out.ids)
     largest_N, ids_N = torch.max(logits_NV, dim=-1, out=into)
-    if plan is not None:
-        is_all = len(plan.rows) == len(logits_NV)
-        logits_MV = logits_NV if is_all else logits_NV[plan.rows]
-        ids_N.index_copy_(0, plan.rows, _sample_rows(logits_MV, largest_N[plan.rows], plan))
     return Sampled(ids_N, largest_N)
+
+
+@torch.inference_mode()
+def sample_rows(logits_NV: Tensor, plan: SamplingPlan, sampled: Sampled) -> None:
+    """Replaces the greedy choice in ``sampled`` by a sampled one where the plan says so."""
+    is_all = len(plan.rows) == len(logits_NV)
+    logits_MV = logits_NV if is_all else logits_NV[plan.rows]
+    sampled.ids.index_copy_(0, plan.rows, _sample_rows(logits_MV, sampled.largest[plan.rows], plan))
 
 
 def sample_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> list[int]:

@@ -7,44 +7,82 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnbackend.runtime.batch_buffers import device_twin, host_zeros
+from attnbackend.runtime.batch_buffers import host_zeros
 from attnbackend.runtime.request import Request
-from attnbackend.runtime.sampler import Sampled, SamplingPlan, sample
+from attnbackend.runtime.sampler import INVALID_TOKEN, Sampled, SamplingPlan, sample, sample_rows
+
+
+class TokenMemory:
+    """Tokens and largest logits of a step in one piece of memory, so that one copy moves both.
+
+    Args:
+        packed: uint8 [`num_bytes`], zeros.
+        rows: most rows of logits.
+        dtype: of the logits.
+    """
+
+    def __init__(self, packed: Tensor, rows: int, dtype: torch.dtype) -> None:
+        self.packed, self.rows, self.dtype = packed, rows, dtype
+        split = rows * torch.int64.itemsize
+        self._all = Sampled(packed[:split].view(torch.int64), packed[split:].view(dtype))
+        self._leading: dict[int, Sampled] = {}
+
+    @classmethod
+    def on(cls, device: torch.device, rows: int, dtype: torch.dtype) -> TokenMemory:
+        return cls(torch.zeros(cls.num_bytes(rows, dtype), dtype=torch.uint8, device=device), rows, dtype)
+
+    @staticmethod
+    def num_bytes(rows: int, dtype: torch.dtype) -> int:
+        return rows * (torch.int64.itemsize + dtype.itemsize)
+
+    def leading(self, count: int) -> Sampled:
+        """The first rows; views that are made once."""
+        found = self._leading.get(count)
+        if found is None:
+            found = self._leading[count] = Sampled(*(x[:count] for x in self._all))
+        return found
+
+
+_BITS: dict[torch.dtype, tuple[Any, int]] = {
+    torch.float64: ("Q", 0x7FF << 52), torch.float32: ("I", 0xFF << 23),
+    torch.float16: ("H", 0x1F << 10), torch.bfloat16: ("H", 0xFF << 7),
+}  # fmt: skip
+"""Type of a logit's bits, and those of its exponent: all are set where it is not finite."""
 
 
 class _Slot:
-    """Where one step's tokens are: on the device, and, for CUDA, copied to pinned memory of the host."""
+    """Memory of the host that the tokens of a step are copied to, pinned for CUDA."""
 
-    def __init__(self, rows: int, device: torch.device, dtype: torch.dtype) -> None:
-        split = rows * torch.int64.itemsize
-        self.host = host_zeros((split + rows * dtype.itemsize,), torch.uint8, device)
-        self.device = device_twin(self.host, device)
-        self._on_host, self._on_device = (
-            Sampled(packed[:split].view(torch.int64), packed[split:].view(dtype))
-            for packed in (self.host, self.device)
-        )
-        self._leading: dict[int, tuple[Sampled, Sampled]] = {}
+    def __init__(self, like: TokenMemory) -> None:
+        device, split = like.packed.device, 8 * like.rows
+        self.rows, self.dtype = like.rows, like.dtype
+        self.packed = host_zeros(tuple(like.packed.shape), torch.uint8, device)
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
+        # Python's own views: torch's code is seldom in a near cache after a wait, and slow then.
+        view, (kind, self._exponent) = self.packed.numpy().data, _BITS[like.dtype]
+        self._ids, self._largest = view[:split].cast("q"), view[split:].cast(kind)
 
-    def fits(self, logits_NV: Tensor) -> bool:
-        return self._on_device.largest.dtype is logits_NV.dtype
+    def fits(self, memory: TokenMemory) -> bool:
+        return self.rows == memory.rows and self.dtype is memory.dtype
 
-    def leading(self, count: int) -> tuple[Sampled, Sampled]:
-        """The first rows on the host and on the device; views that are made once."""
-        found = self._leading.get(count)
-        if found is None:
-            host, device = (Sampled(*(x[:count] for x in s)) for s in (self._on_host, self._on_device))
-            found = self._leading[count] = host, device
-        return found
-
-    def start_copy(self) -> None:
+    def start_copy(self, memory: TokenMemory) -> None:
+        self.packed.copy_(memory.packed, non_blocking=True)
         if self.copied is not None:
-            self.host.copy_(self.device, non_blocking=True)
             self.copied.record()
+
+    def tokens(self, count: int) -> list[int]:
+        """Of the first rows, `INVALID_TOKEN` for those whose largest logit is not finite."""
+        ids: list[int] = self._ids[:count].tolist()
+        exponent = self._exponent
+        for row, bits in enumerate(self._largest[:count].tolist()):
+            if bits & exponent == exponent:
+                ids[row] = INVALID_TOKEN
+        return ids
 
 
 class SampledTokens:
@@ -57,24 +95,37 @@ class SampledTokens:
 
     def __init__(self, max_logits: int, device: torch.device) -> None:
         self._max_logits, self._device = max_logits, device
+        self._own: TokenMemory | None = None
         self._slots: list[_Slot | None] = [None, None]
 
     def sample(
-        self, logits_NV: Tensor, plan: SamplingPlan | None, requests: Sequence[Request]
-    ) -> StartedStep:
+        self, logits_NV: Tensor, plan: SamplingPlan | None, requests: Sequence[Request],
+        greedy: TokenMemory | None = None,
+    ) -> StartedStep:  # fmt: skip
         """Chooses the tokens of a step, and starts their copy to the host.
 
         Args:
             logits_NV, plan: as `sampler.sample` takes them.
             requests: the request of each row.
+            greedy: where the greedy choice of each row is already; it is written.
         """
+        memory, count = greedy, len(requests)
+        if memory is None:
+            memory = self._memory_for(logits_NV.dtype)
+            sample(logits_NV, plan, out=memory.leading(count))
+        elif plan is not None:
+            sample_rows(logits_NV, plan, memory.leading(count))
         slot = self._slots[0]
-        if slot is None or not slot.fits(logits_NV):
-            slot = _Slot(self._max_logits, self._device, logits_NV.dtype)
-        sample(logits_NV, plan, out=slot.leading(len(requests))[1])
-        slot.start_copy()
+        if slot is None or not slot.fits(memory):
+            slot = _Slot(memory)
+        slot.start_copy(memory)
         self._slots = [self._slots[1], slot]
-        return StartedStep(requests, slot)
+        return StartedStep(requests, slot, memory)
+
+    def _memory_for(self, dtype: torch.dtype) -> TokenMemory:
+        if self._own is None or self._own.dtype is not dtype:
+            self._own = TokenMemory.on(self._device, self._max_logits, dtype)
+        return self._own
 
 
 class StartedStep:
@@ -82,15 +133,20 @@ class StartedStep:
 
     Args:
         requests: the request of each row of logits.
-        slot: has a row each.
+        slot: where its tokens are copied to.
+        memory: where they are on the device, until the next step is started.
     """
 
-    def __init__(self, requests: Sequence[Request], slot: _Slot) -> None:
+    def __init__(self, requests: Sequence[Request], slot: _Slot, memory: TokenMemory) -> None:
         self.requests = requests
         self._copied = slot.copied
-        self._on_host, on_device = slot.leading(len(requests))
-        self.ids = on_device.ids
+        self._slot, self._memory = slot, memory
+        self.ids = memory.leading(len(requests)).ids
         """int64 [N], the tokens on the device, each inside the vocabulary."""
+
+    def put_back(self) -> None:
+        """Copy the tokens to the device again, where a step that failed may have written others."""
+        self._memory.packed.copy_(self._slot.packed, non_blocking=True)
 
     def rows_of_requests(self) -> Iterator[tuple[Request, int, int]]:
         """Each request once, with its rows from the first to behind the last."""
@@ -103,7 +159,7 @@ class StartedStep:
     def tokens(self) -> list[int]:
         """A token for each row, `INVALID_TOKEN` where there is none; waits until the step is done."""
         self.wait()
-        return self._on_host.tokens()
+        return self._slot.tokens(len(self.requests))
 
     def wait(self) -> None:
         """Return when the device has done the step."""

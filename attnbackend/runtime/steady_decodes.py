@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from attnbackend.runtime.arrays import IntArray, int_array
+from attnbackend.runtime.arrays import IntArray
 from attnbackend.runtime.batch_buffers import BlockTableBuffer, StepBuffers
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.request import Request
@@ -20,20 +19,21 @@ from attnbackend.runtime.sampler import SamplingPlan
 from attnbackend.runtime.scheduler import ScheduledRequest
 
 
-class _Rows(NamedTuple):
-    """Rows that enter their next block in the same steps."""
+class _Row(NamedTuple):
+    """A request's place in the batch and in the `RequestTable`."""
 
-    rows_E: IntArray
-    homes_E: IntArray
-    columns_E: IntArray
-    """Of the block that they enter next."""
-    requests: list[Request]
+    row: int
+    home: int
+    start: int
+    """Its position in the first of the steps."""
+    request: Request
 
 
 class SteadyDecodes:
-    """Copies of what the buffers hold, of which only lengths and places change from step to step.
+    """What the buffers hold, of which only lengths and places change from step to step.
 
-    The tokens are those that the step before sampled, row by row, so none need be known to the host.
+    The tokens are those that the step before sampled, row by row, so none need be known to the host. A step
+    follows a wait, when little of the code that arrays need is in a near cache: it does with few of them.
 
     Args:
         scheduled: the requests of `batch`, each of which decodes one token.
@@ -51,22 +51,17 @@ class SteadyDecodes:
         self._num_computed = scheduled[0].request.num_computed
         self._buffers, self._block_table, self._table = buffers, block_table, table
         self._block_size = block_size
-        buffers.keep()
-        buffers.kept["input_ids"].fill(0)
-        num_reqs = len(homes_R)
+        arrays, num_reqs = buffers.keep(), len(homes_R)
         self._positions_R, self._slots_R, self._seq_lens_R = (
-            buffers.kept[name][:num_reqs] for name in ("positions", "slot_mapping", "seq_lens")
+            arrays[name][:num_reqs] for name in ("positions", "slot_mapping", "seq_lens")
         )
         self._input_ids_R = batch.input_ids[:num_reqs]
-        self._entering: dict[int, _Rows] = {}
+        self._num_steps = 0
+        self._entering: dict[int, list[_Row]] = {}
         """The rows that enter a block after so many steps, modulo its size."""
-        steps_R = -self._positions_R % block_size
-        for steps in set(steps_R.tolist()):
-            rows_E = (steps_R == steps).nonzero()[0]
-            requests = [scheduled[row].request for row in rows_E.tolist()]
-            columns_E = self._positions_R[rows_E] // block_size + 1
-            self._entering[steps] = _Rows(rows_E, homes_R[rows_E], columns_E, requests)
-        self._num_advanced = 0
+        places = zip(homes_R.tolist(), self._positions_R.tolist(), scheduled, strict=True)
+        for row, (home, start, (request, _)) in enumerate(places):
+            self._entering.setdefault(-start % block_size, []).append(_Row(row, home, start, request))
 
     def continues(self, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether this is the next step: the same requests, and the step before was started."""
@@ -79,31 +74,27 @@ class SteadyDecodes:
             last_ids_R: the tokens of the step before, on the device.
         """
         self._num_computed += 1
-        self._num_advanced += 1
-        for array_R in (self._positions_R, self._slots_R, self._seq_lens_R):
-            array_R += 1
-        entering = self._entering.get(self._num_advanced % self._block_size)
-        if entering is not None:
-            self._enter_blocks(*entering)
-        num_reqs = len(self._homes_R)
-        self._buffers.restore(num_reqs)
+        self._num_steps += 1
+        self._positions_R += 1
+        self._slots_R += 1
+        self._seq_lens_R += 1
+        if entering := self._entering.get(self._num_steps % self._block_size):
+            self._enter_blocks(entering)
+        self._buffers.restore()
         sampling = self._fill_sampling()
-        self._buffers.upload(num_reqs)
+        self._buffers.upload(len(self._homes_R))
         self._input_ids_R.copy_(last_ids_R)
-        seq_lens_cpu = torch.from_numpy(self._buffers.kept["seq_lens"].copy())
-        self._batch = self._batch.advanced(seq_lens_cpu, self._batch.max_seq_len + 1, sampling)
-        return self._batch
+        return self._batch.advanced(self._num_steps, sampling)
 
-    def _enter_blocks(
-        self, rows_E: IntArray, homes_E: IntArray, columns_E: IntArray, requests: list[Request]
-    ) -> None:  # fmt: skip
+    def _enter_blocks(self, rows: list[_Row]) -> None:
         """These rows go on in another block, which the scheduler has given them."""
-        columns = columns_E.tolist()
-        blocks_E = int_array([r.block_ids[c] for r, c in zip(requests, columns, strict=True)])
-        self._slots_R[rows_E] = blocks_E * self._block_size
-        self._table.set_blocks(homes_E, columns_E, blocks_E)
-        self._block_table.append(rows_E, columns_E, blocks_E)
-        columns_E += 1
+        for row, home, start, request in rows:
+            column = (start + self._num_steps) // self._block_size
+            block = request.block_ids[column]
+            self._slots_R[row] = block * self._block_size
+            self._table.set_block(home, column, block)
+            self._block_table.rows[row, column] = block
+        self._block_table.upload(rows[0].row, rows[-1].row)
 
     def _fill_sampling(self) -> SamplingPlan | None:
         if self._batch.sampling is None:

@@ -137,6 +137,15 @@ def _possible_mode(
     )
 
 
+class _LastingStep(NamedTuple):
+    """The step before, where it serves the next one too if that is made from it."""
+
+    batch: PreparedBatch
+    key: Dispatch
+    step: PreparedStep
+    logits: Tensor
+
+
 Prepare = Callable[[PreparedBatch, StepInputs, Dispatch, bool], PreparedStep]
 
 
@@ -157,10 +166,13 @@ class StepGraphs:
     ) -> None:  # fmt: skip
         self.dispatcher = dispatcher
         self.steps = GraphedSteps((options.library or CUDAGraphs)(device), long_lived)
+        self.ran_whole = False
+        """Whether the last step ran from one whole graph."""
         self._lazy, self._debug = options.lazy, options.debug
         self._prepare = prepare
         self._inputs: dict[Dispatch, tuple[PreparedBatch, StepInputs]] = {}
         self._lasting: dict[Dispatch, tuple[PreparedBatch, PreparedStep]] = {}
+        self._last: _LastingStep | None = None
 
     def padded_tokens(self, shape: BatchShape) -> int:
         """Tokens that a batch of this shape runs with."""
@@ -184,7 +196,13 @@ class StepGraphs:
 
     def run(self, batch: PreparedBatch) -> Tensor | None:
         """The step's logits, a row for each that is sampled; None where no graph is for the batch."""
+        last, self._last = self._last, None
+        if last is not None and last.batch.shape is batch.shape and last.batch.shares_tensors(batch):
+            self.steps.replay(last.key, last.step)
+            self._last = last
+            return last.logits
         key = self.dispatcher.dispatch(batch.shape)
+        self.ran_whole = key.mode is CUDAGraphMode.FULL
         if key.mode is CUDAGraphMode.NONE:
             return None
         assert key.descriptor.num_tokens == batch.num_padded_tokens, (key, batch.num_padded_tokens)
@@ -192,7 +210,10 @@ class StepGraphs:
             self._capture(key, batch)
         if self._debug:
             return checked_replay(self.steps, key, batch, partial(self._prepared, key, batch))
-        return self.steps.replay(key, self._step_for(key, batch))[: batch.num_sampled]
+        step = self._step_for(key, batch)
+        logits = self.steps.replay(key, step)[: batch.num_sampled]
+        self._last = _LastingStep(batch, key, step, logits) if step.lasts else None
+        return logits
 
     def _prepared(self, key: Dispatch, batch: PreparedBatch) -> PreparedStep:
         return self._prepare(batch, self._inputs_for(key, batch), key, False)
