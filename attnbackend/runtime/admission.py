@@ -96,6 +96,8 @@ class AdmissionRules:
         return list(self.tokenizer.encode(prompt))
 
     def _check_placeholders(self, token_ids: Sequence[int]) -> None:
+        if self.placeholders.keys().isdisjoint(token_ids):
+            return
         for position, token_id in enumerate(token_ids):
             if token_id in self.placeholders:
                 raise ValueError(
@@ -104,6 +106,8 @@ class AdmissionRules:
                 )
 
     def _check_vocabulary(self, what: str, token_ids: Sequence[int]) -> None:
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            return
         for position, token_id in enumerate(token_ids):
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(
@@ -114,7 +118,7 @@ class AdmissionRules:
 
 def _integers(prompt: Sequence[int]) -> list[int]:
     try:
-        return [operator.index(token_id) for token_id in prompt]
+        return list(map(operator.index, prompt))
     except TypeError as error:
         raise TypeError(
             f"prompt {reprlib.repr(prompt)} is neither a string nor a sequence of integer token ids"

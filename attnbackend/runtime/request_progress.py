@@ -20,6 +20,8 @@ class RequestProgress:
         stream: its text, None without a tokenizer.
     """
 
+    __slots__ = ("_full_len", "_plain_len", "_special_ids", "_stop_ids", "_stream", "request")
+
     def __init__(self, request: Request, stop_ids: frozenset[int], stream: TextStream | None) -> None:
         self.request = request
         self._stop_ids = stop_ids
