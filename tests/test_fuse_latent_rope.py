@@ -355,7 +355,7 @@ def test_the_functionalised_form_is_undone_first() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="models run on the CPU, where Triton must be interpreted")
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "deepseek_v3_halves"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3_halves"])
 def test_every_layer_of_a_model_matches(name: str) -> None:
     model, prompt = make_latent_model(name), list(range(3, 12))
     program = export_model(model, passes=[])

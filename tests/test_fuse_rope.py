@@ -555,16 +555,17 @@ def test_random_spellings_keep_their_meaning(seed: int) -> None:
 @pytest.mark.parametrize(
     ("name", "norms", "fused"),
     [
-        ("llama", 0, 2),
         ("qwen3", 2, 2),
-        ("gemma2", 0, 2),
         ("smollm3", 0, 1),
         pytest.param("phi3", 0, 2, marks=pytest.mark.slow),
         pytest.param("glm", 0, 0, marks=pytest.mark.slow),
     ],
 )
 def test_every_layer_of_a_model_that_should_match_does(name: str, norms: int, fused: int) -> None:
-    """glm rotates pairs that lie side by side; smollm3's second layer has no positions at all."""
+    """glm rotates pairs that lie side by side; smollm3's second layer has no positions at all.
+
+    Others are in `test_passes_on_models.py`.
+    """
     model, prompt = make_model(name), list(range(3, 12))
     reference = EagerReference(model).logits(prompt)
     program = export_model(model, passes=[])
