@@ -11,6 +11,7 @@ from mla_op_cases import mla_case
 
 import attnbackend
 from attnbackend import (
+    AttentionCGSupport,
     AttentionParams,
     AttentionSelectorConfig,
     MLAAttentionSpec,
@@ -20,6 +21,7 @@ from attnbackend import (
     select_backend,
     set_config,
 )
+from attnbackend.backends.mla.common import MLACommonMetadataBuilder
 from attnbackend.backends.mla.prefill import MLA_PREFILLS, MLAPrefillConfig, select_mla_prefill
 from attnbackend.backends.mla.torch_mla import TorchMLASparseImpl
 from attnbackend.mla_cache import mla_row_width
@@ -284,3 +286,12 @@ def test_in_debug_mode_sequences_outside_of_their_rows_are_found(
     query, value = torch.zeros(5, 2, 24), torch.zeros(5, 2, 16)
     with set_config(debug=True), pytest.raises(ValueError, match=message):
         torch.ops.attnbackend.torch_mla_forward_mha(query, query, value, value.clone(), *starts, scale=0.2)
+
+
+def test_a_builder_that_cuts_prompts_on_the_host_cannot_claim_graphs_of_any_batch() -> None:
+    with pytest.raises(
+        TypeError, match=r"Bold claims cudagraph_support=ALWAYS with reorder_batch_threshold=1:"
+    ):
+
+        class Bold(MLACommonMetadataBuilder):
+            cudagraph_support = AttentionCGSupport.ALWAYS

@@ -8,6 +8,7 @@ from mla_op_cases import DEVICE, mla_case, mla_op, require_mla
 
 from attnbackend import AttentionCGSupport, resolve_backend, set_config
 from attnbackend.testing import assert_within_rule
+from attnbackend.testing.conformance import check_backend
 from attnbackend.testing.mla_batches import (
     expected_mla_cache,
     make_mla_batch,
@@ -120,6 +121,12 @@ def test_opcheck(backend, role, arguments) -> None:  # type: ignore[no-untyped-d
 def test_what_graphs_may_hold() -> None:
     levels = [resolve_backend(name).get_builder_cls().cudagraph_support for name in (MLA, SPARSE)]
     assert levels == [AttentionCGSupport.UNIFORM_BATCH, AttentionCGSupport.ALWAYS]
+
+
+@pytest.mark.parametrize(("backend", "batch"), [(MLA, "uniform_of_four"), (SPARSE, "mixed")])
+def test_a_planned_call_waits_for_nothing(backend: str, batch: str) -> None:
+    made_for(backend, "plain", batch, top_k=8 if backend == SPARSE else None)
+    check_backend(backend, device=DEVICE, only=["plan"], case=f"plain-{batch}").assert_ok()
 
 
 @pytest.mark.parametrize(

@@ -246,16 +246,20 @@ def _poisoned(case: MLACase, width: int, device: torch.device | str) -> tuple[Te
 
 
 def _topk(case: MLACase, generator: torch.Generator) -> Tensor | None:
-    """int32 [T, N]: at least one key up to the query's own, keys behind it, and -1, in random order."""
+    """int32 [T, N]: keys up to the query's own, keys behind it, and -1, in random order; of three tokens
+    and more the first with two keys selects none, and all others at least one that they may see."""
     if case.top_k is None:
         return None
-    rows = []
+    rows, some = [], sum(case.query_lens) < 3
     for new, length in zip(case.query_lens, case.seq_lens, strict=True):
         for own in range(length - new, length):
             keys = torch.randperm(max(length, 1), generator=generator)[: case.top_k]
-            keys = torch.where(keys < length, keys, -1)
+            left_out = torch.rand(len(keys), generator=generator) < 0.25
+            keys = torch.where((keys < length) & ~left_out, keys, -1)
             if own >= 0 and not bool(((keys >= 0) & (keys <= own)).any()):
                 keys[0] = own
+            if own > 0 and not some:
+                keys, some = torch.full_like(keys, -1), True
             rows.append(torch.cat([keys, keys.new_full((case.top_k - len(keys),), -1)]))
     rows += [torch.full((case.top_k,), -1)] * case.num_padded_tokens
     return torch.stack(rows).int()

@@ -19,7 +19,7 @@ from attnbackend.mla_cache import mla_row_width
 from attnbackend.mla_metadata import MLAMetadata, MLAMetadataBuilder, MLAPrefillMetadata
 from attnbackend.platforms import current_platform
 from attnbackend.selector import AttentionSelectorConfig
-from attnbackend.types import KVCacheLayout, Reason
+from attnbackend.types import AttentionCGSupport, KVCacheLayout, Reason
 
 __all__ = [
     "MLACommonBackend",
@@ -51,6 +51,16 @@ class MLACommonMetadataBuilder(MLAMetadataBuilder):
 
     reorder_batch_threshold: ClassVar[int | None] = 1
     """Leading requests with up to so many tokens run on the latent cache; None: all requests do."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        threshold = cls.reorder_batch_threshold
+        if threshold is not None and cls.cudagraph_support is AttentionCGSupport.ALWAYS:
+            raise TypeError(
+                f"{cls.__name__} claims cudagraph_support=ALWAYS with reorder_batch_threshold={threshold}: a "
+                "graph of prompts would keep the chunks that one step's lengths were cut in; allowed: "
+                "UNIFORM_BATCH or less, or reorder_batch_threshold=None, all queries on the latent cache"
+            )
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

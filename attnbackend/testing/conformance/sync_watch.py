@@ -1,16 +1,17 @@
-"""Sees, on a CPU, the calls that would wait for a GPU."""
+"""Sees the calls that wait for a GPU, and on a CPU those that would."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["SyncWatch"]
+__all__ = ["SyncWatch", "watched"]
 
 _WAITING = {
     "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__",
@@ -63,3 +64,21 @@ def _caller() -> str:
         if "/torch/" not in frame.filename and frame.filename != __file__:
             return f"at {frame.filename}:{frame.lineno}: {frame.line}"
     return "from an unknown place"
+
+
+@contextmanager
+def watched(device: torch.device) -> Iterator[list[str]]:
+    """Lists what waits for the device inside the ``with`` block."""
+    if device.type != "cuda":
+        with SyncWatch() as watch:
+            yield watch.seen
+        return
+    seen: list[str] = []
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield seen
+    except RuntimeError as error:
+        seen.append(str(error).splitlines()[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
-import torch
 
 from attnbackend.forward_context import set_forward_context
 from attnbackend.ops.bind import run_attention, run_update
@@ -24,7 +21,7 @@ from attnbackend.testing.conformance.planned import (
     make_builder,
 )
 from attnbackend.testing.conformance.subject import Subject
-from attnbackend.testing.conformance.sync_watch import SyncWatch
+from attnbackend.testing.conformance.sync_watch import watched
 from attnbackend.types import AttentionCGSupport
 
 __all__ = ["HostSync"]
@@ -51,28 +48,11 @@ class HostSync(Check):
         args, kwargs = subject.forward_args(batch, **buffers.arguments, group=GROUP)
         with set_forward_context(context_of(subject, plan)):
             subject.forward(*args, **kwargs)
-            with _watched(subject) as seen:
+            with watched(subject.device) as seen:
                 run_attention(subject.name, AttentionCall(*args, **kwargs))
         findings = [f"forward: {where}" for where in seen]
         args, kwargs = subject.write_args(batch)
-        with _watched(subject) as seen:
+        with watched(subject.device) as seen:
             run_update(subject.name, KVCacheUpdateCall(*args, **kwargs))
         own = "" if has_own_writer(subject.backend) else " (the default writer; define kv_cache_update)"
         return [*findings, *(f"kv_cache_update{own}: {where}" for where in seen)]
-
-
-@contextmanager
-def _watched(subject: Subject) -> Iterator[list[str]]:
-    if subject.device.type != "cuda":
-        with SyncWatch() as watch:
-            yield watch.seen
-        return
-    seen: list[str] = []
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield seen
-    except RuntimeError as error:
-        seen.append(str(error).splitlines()[0])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +17,18 @@ from attnbackend.impl import AttentionParams, MLADims
 from attnbackend.kv_cache import KV_CACHE_DTYPES, spec_of
 from attnbackend.metadata import BatchLimits, CommonAttentionMetadata
 from attnbackend.mla_metadata import MLAMetadataBuilder
+from attnbackend.ops.mla_bind import run_mixed, run_mqa
+from attnbackend.ops.mla_calls import MLAAttentionCall, MLAMixedCall
 from attnbackend.testing.conformance.batch_shapes import BATCHES, DECODE, MIXED
+from attnbackend.testing.conformance.bits import differing, same_bits
 from attnbackend.testing.conformance.latent.base import LatentCheck
 from attnbackend.testing.conformance.latent.case import LatentCase, LatentRefusal
 from attnbackend.testing.conformance.latent.cases import LatentCases, latent_config_of
 from attnbackend.testing.conformance.latent.subject import LatentSubject
-from attnbackend.testing.mla_batches import MLABatch
+from attnbackend.testing.conformance.sync_watch import watched
+from attnbackend.testing.mla_batches import MLABatch, mixed_arguments, mqa_arguments
 from attnbackend.testing.mla_judgement import assert_mixed_within_rule, assert_mqa_within_rule
-from attnbackend.types import AttentionType, describe
+from attnbackend.types import AttentionCGSupport, AttentionType, describe
 
 __all__ = ["Plan", "Refusal"]
 
@@ -120,7 +126,10 @@ def _not_refused(who: str, op: Any, args: Sequence[Any], kwargs: dict[str, Any],
 
 class Plan(LatentCheck):
     name = "plan"
-    proves = "With a step's plan from one builder, batch after batch, the answers are as right as without."
+    proves = (
+        "With a step's plan from one builder, batch after batch, the answers are as right as without; a "
+        "second call waits for nothing and gives equal bits where graphs and determinism are claimed."
+    )
 
     def cases(self, generate: LatentCases) -> Iterator[LatentCase]:
         for batch in BATCHES:
@@ -129,7 +138,7 @@ class Plan(LatentCheck):
 
     def run(self, subject: LatentSubject, case: LatentCase) -> Sequence[str]:
         """Another batch goes first: what a builder keeps of it must not be seen in the next."""
-        builder = _builder(subject, case)
+        builder, findings = _builder(subject, case), list[str]()
         other = {"query_lens": (1, 1, 20), "context_lens": (60, 3, 31), "num_padded_rows": 2, "seed": 99}
         for mla in (replace(case.mla, **other), case.mla):  # type: ignore[arg-type]
             batch = subject.batch(mla)
@@ -138,10 +147,48 @@ class Plan(LatentCheck):
             with set_forward_context(ForwardContext({(0, subject.name): plan})):
                 for op, (positional, keyword) in subject.calls(batch).values():
                     op(*positional, **keyword, group=0)
+                findings += _called_again(
+                    subject, batch, builder.get_cudagraph_support(builder.kv_cache_spec)
+                )
             assert_mqa_within_rule(batch)
             if subject.mixed is not None:
                 assert_mixed_within_rule(batch)
-        return ()
+        return findings
+
+
+def _called_again(subject: LatentSubject, batch: MLABatch, level: AttentionCGSupport) -> Iterator[str]:
+    """A model calls `forward_mixed` in steps with prompts alone, which graphs hold at the highest level."""
+    for role, call in _direct_calls(subject, batch).items():
+        output = batch.output if role == "forward_mixed" else batch.latent_output
+        needed = AttentionCGSupport.ALWAYS if role == "forward_mixed" else _least_support(batch)
+        first, in_graphs = output.clone(), level >= needed
+        with watched(subject.device) if in_graphs else nullcontext(list[str]()) as seen:
+            call()
+        yield from (f"{role}, claimed for graphs: {where}" for where in seen)
+        if subject.backend.is_deterministic and not seen and not same_bits(output, first):
+            yield f"{role}: equal calls, other bits: {differing(output, first)}"
+
+
+def _direct_calls(subject: LatentSubject, batch: MLABatch) -> dict[str, Callable[[], None]]:
+    """As the ops run them, by role."""
+    args: Any
+    kwargs: Any
+    args, kwargs = mqa_arguments(batch)
+    on_latents = MLAAttentionCall(*args, **kwargs)._replace(group=0)
+    calls: dict[str, Callable[[], None]] = {"forward_mqa": partial(run_mqa, subject.name, on_latents)}
+    if subject.mixed is not None:
+        args, kwargs = mixed_arguments(batch)
+        step = MLAMixedCall(*args, **kwargs)._replace(group=0)
+        calls["forward_mixed"] = partial(run_mixed, subject.name, step)
+    return calls
+
+
+def _least_support(batch: MLABatch) -> AttentionCGSupport:
+    """With which a graph may hold the batch."""
+    lengths = set(batch.case.query_lens)
+    if lengths == {1}:
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    return AttentionCGSupport.UNIFORM_BATCH if len(lengths) == 1 else AttentionCGSupport.ALWAYS
 
 
 def _builder(subject: LatentSubject, case: LatentCase) -> MLAMetadataBuilder:

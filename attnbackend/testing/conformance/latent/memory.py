@@ -28,7 +28,10 @@ _ABOUT_MEMORY = ("memory", "head sizes", "block_size", "kv_cache_dtype", "dtype"
 
 class CacheWrites(LatentCheck):
     name = "cache_writes"
-    proves = "New rows lie in their slots, rounded once and saturated; no other byte of the buffer changes."
+    proves = (
+        "The backend's shape is that of the cache; new rows lie in their slots, rounded once and saturated; "
+        "no other byte of the buffer changes."
+    )
 
     def cases(self, generate: LatentCases) -> Iterator[LatentCase]:
         for name, (claim, _) in generate.features.items():
@@ -42,7 +45,7 @@ class CacheWrites(LatentCheck):
         expected, everything = expected_mla_cache(batch), batch.kv_buffer.clone()
         before = batch.kv_cache.clone()
         subject.run_write(batch)
-        findings = []
+        findings = list(_other_shapes(subject, batch))
         if not same_bits(batch.kv_cache.cpu(), expected):
             where = differing(batch.kv_cache.cpu(), expected)
             findings.append(f"the layer's cache is not what it must be: {where}")
@@ -50,6 +53,19 @@ class CacheWrites(LatentCheck):
         if not same_bits(batch.kv_buffer, everything):
             findings.append(f"memory of other layers was written: {differing(batch.kv_buffer, everything)}")
         return findings
+
+
+def _other_shapes(subject: LatentSubject, batch: MLABatch) -> Iterator[str]:
+    """Between what the backend allocates and what the ops take."""
+    case, wanted = batch.case, tuple(batch.kv_cache.shape)
+    size = (wanted[0], case.block_size, 1, case.head_size)
+    found = subject.backend.get_kv_cache_shape(*size, case.kv_cache_dtype)
+    if tuple(found) != wanted:
+        yield f"get_kv_cache_shape{(*size, case.kv_cache_dtype)} is {found}; the ops take {wanted}"
+        return
+    dims = subject.backend.parse_kv_cache_shape(wanted)
+    if (dims.num_blocks, dims.block_size, dims.num_kv_heads) != size[:3]:
+        yield f"parse_kv_cache_shape({wanted}) is {dims}"
 
 
 def _with_extremes(batch: MLABatch) -> MLABatch:

@@ -29,7 +29,7 @@ from attnbackend.impl import MLATensors
 from attnbackend.metadata import CommonAttentionMetadata
 from attnbackend.mla_metadata import MLAMetadata, MLAPrefillMetadata
 from attnbackend.ops import mla_mixed
-from attnbackend.types import LSEBase
+from attnbackend.types import AttentionCGSupport, LSEBase
 
 __all__ = ["LATENT_MUTANTS", "LatentMutant"]
 
@@ -162,6 +162,30 @@ class _PaddingLeaked(TorchMLAImpl):
         output.copy_(wide[..., -width:])
 
 
+class _ScaleOfOwnKeys(TorchMLAImpl):
+    def forward_mha(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: MLAPrefillMetadata, output: Tensor,
+        lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        """The layer's factor is not asked for."""
+        usual = TorchMLAImpl(replace(self.params, scale=query.shape[-1] ** -0.5))
+        usual.forward_mha(query, key, value, attn_metadata, output, lse)
+
+
+class _EveryThirdCallOff(TorchMLAImpl):
+    calls = 0
+
+    def forward_mqa(
+        self, query_latent: Tensor, query_rope: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor,
+        tensors: MLATensors,
+    ) -> None:  # fmt: skip
+        """As sums of partial results in any order are: by a last bit."""
+        super().forward_mqa(query_latent, query_rope, kv_cache, attn_metadata, output, tensors)
+        type(self).calls += 1
+        if type(self).calls % 3 == 1:
+            output.mul_(1 + 2e-7)
+
+
 class _ChunksCausal(TorchMLAImpl):
     def forward_mha(
         self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: MLAPrefillMetadata, output: Tensor,
@@ -215,6 +239,26 @@ class _SelectionIgnored(TorchMLASparseImpl):
         super().forward_mqa(query_latent, query_rope, kv_cache, attn_metadata, output, every)
 
 
+class _NoneIsNewest(TorchMLASparseImpl):
+    def forward_mqa(
+        self, query_latent: Tensor, query_rope: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor,
+        tensors: MLATensors,
+    ) -> None:  # fmt: skip
+        """-1 counts back from the end, as in Python."""
+        assert tensors.topk_indices is not None
+        batch, chosen_TN = attn_metadata.common, tensors.topk_indices.clone()
+        starts = batch.query_start_loc.tolist()
+        for row, length in enumerate(batch.seq_lens.tolist()):
+            own_NN = chosen_TN[starts[row] : starts[row + 1]]
+            own_NN[own_NN < 0] = length - 1
+        wrong = tensors._replace(topk_indices=chosen_TN)
+        super().forward_mqa(query_latent, query_rope, kv_cache, attn_metadata, output, wrong)
+
+
+class _ClaimsGraphs(TorchMLAMetadataBuilder):
+    cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
 class _ChunkTwice(TorchMLAMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -243,6 +287,12 @@ class _FirstPlanKept(TorchMLAMetadataBuilder):
             return plan
         self._kept = getattr(self, "_kept", plan)
         return self._kept
+
+
+def _shape_with_heads(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+) -> tuple[int, ...]:  # fmt: skip
+    return (num_blocks, block_size, num_kv_heads, head_size)
 
 
 def _transposed(query_nope_THP: Tensor, kv_b_weight: Tensor) -> Tensor:
@@ -305,6 +355,22 @@ _ALL = (
     LatentMutant(
         "claims_windows", "a window is claimed, and ignored", "refusal",
         claims={"supports_sliding_window": True},
+    ),
+    LatentMutant("scale_of_own_keys", "prompts take the usual factor", "mha", _ScaleOfOwnKeys),
+    LatentMutant(
+        "not_deterministic", "every third call is off by a bit", "plan", _EveryThirdCallOff
+    ),
+    LatentMutant(
+        "claims_graphs", "graph support is claimed, and lengths wanted on the host", "plan",
+        builder=_ClaimsGraphs,
+    ),
+    LatentMutant(
+        "cache_with_heads", "the cache's shape has a dimension of heads", "cache_writes",
+        claims={"get_kv_cache_shape": staticmethod(_shape_with_heads)},
+    ),
+    LatentMutant(
+        "none_is_newest", "a selection of -1 is the newest key", "mqa", _NoneIsNewest,
+        base=TorchMLASparseBackend,
     ),
     LatentMutant(
         "selection_ignored", "all keys are seen, not the selected ones", "mqa", _SelectionIgnored,
