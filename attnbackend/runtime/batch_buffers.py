@@ -90,10 +90,11 @@ class StepBuffers:
             self._kept["input_ids"].fill(0)
         return self._kept
 
-    def restore(self) -> None:
-        """Make the host side what was kept, with its changes."""
+    def restore(self) -> bool:
+        """Make the host side what was kept, with its changes; whether that changed the device's input ids."""
         if self._is_shared:
             self._whole[:] = self._whole_kept
+        return self._is_shared
 
     def sampling_plan(self, sampled: SampledRows) -> SamplingPlan:
         """Write the rows that sample, before `upload`; the plan is good after it."""

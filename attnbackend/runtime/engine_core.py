@@ -306,7 +306,8 @@ class EngineCore:
         except BaseException:
             self._undo_tokens()
             raise
-        self.input_batch.started(started.ids)
+        has_fed = batch.sampling is None and getattr(self.runner, "has_fed", False)
+        self.input_batch.started(started.ids, has_fed)
         self.scheduler.commit(scheduled)
         for request in started.requests:
             request.num_pending += 1

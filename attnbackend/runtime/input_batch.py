@@ -87,6 +87,7 @@ class InputBatch:
         self._table = RequestTable(max_num_seqs, max_len, self.width)
         self._logits_row_H: IntArray = np.zeros(max_num_seqs, dtype=np.int64)
         self._last_ids: Tensor | None = None
+        self._has_fed = False
         self._wanted_homes_N = int_array([])
         self._steady: SteadyDecodes | None = None
         self._iota_T: IntArray = np.arange(1 + max(max_num_tokens, max_num_seqs), dtype=np.int64)
@@ -134,14 +135,19 @@ class InputBatch:
         assert self._last_ids is not None
         if self._uploaded is not None:
             self._uploaded.synchronize()
-        batch = steady.advance(self._last_ids)
+        batch = steady.advance(self._last_ids, self._has_fed)
         if self._uploaded is not None:
             self._uploaded.record()
         return batch
 
-    def started(self, ids_N: Tensor) -> None:
-        """Say where the device will have the tokens of the batch prepared last, int64 [N]."""
-        self._last_ids = ids_N
+    def started(self, ids_N: Tensor, has_fed: bool = False) -> None:
+        """Say where the device will have the tokens of the batch prepared last.
+
+        Args:
+            ids_N: int64 [N].
+            has_fed: whether the step, one of decodes, puts them in its input ids as well.
+        """
+        self._last_ids, self._has_fed = ids_N, has_fed
         self._logits_row_H[self._wanted_homes_N] = self._iota_T[: len(self._wanted_homes_N)]
 
     def padding(self, num_tokens: int, query_len: int = 1) -> PreparedBatch:

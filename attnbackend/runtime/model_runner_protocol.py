@@ -18,7 +18,8 @@ class ModelRunner(Protocol):
     function that gives a batch of so many tokens of padding, in requests of so many. ``placeholders`` maps
     token ids that prompts may not hold to what the model calls them. ``num_drafts``, where there is one, says
     how many speculative tokens a decode the runner's plans and graphs have room for. ``greedy``,
-    where it is not None after a step, is a `TokenMemory` with the greedy choice of each row of its logits.
+    where it is not None after a step, is a `TokenMemory` with the greedy choice of each row of its logits;
+    ``has_fed`` says that the step has put them in the batch's input ids, too.
 
     Attributes:
         vocab_size: token ids are 0 .. vocab_size-1.

@@ -67,11 +67,12 @@ class SteadyDecodes:
         """Whether this is the next step: the same requests, and the step before was started."""
         return scheduled is self._scheduled and scheduled[0].request.num_computed == self._num_computed + 1
 
-    def advance(self, last_ids_R: Tensor) -> PreparedBatch:
+    def advance(self, last_ids_R: Tensor, are_fed: bool) -> PreparedBatch:
         """Fill the buffers for the next step and start their upload.
 
         Args:
             last_ids_R: the tokens of the step before, on the device.
+            are_fed: whether they are in the input ids already.
         """
         self._num_computed += 1
         self._num_steps += 1
@@ -80,10 +81,11 @@ class SteadyDecodes:
         self._seq_lens_R += 1
         if entering := self._entering.get(self._num_steps % self._block_size):
             self._enter_blocks(entering)
-        self._buffers.restore()
+        are_fed &= not self._buffers.restore()
         sampling = self._fill_sampling()
         self._buffers.upload(len(self._homes_R))
-        self._input_ids_R.copy_(last_ids_R)
+        if not are_fed:
+            self._input_ids_R.copy_(last_ids_R)
         return self._batch.advanced(self._num_steps, sampling)
 
     def _enter_blocks(self, rows: list[_Row]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnbackend.cudagraph import (
+    BatchDescriptor,
     BatchShape,
     CUDAGraphDispatcher,
     CUDAGraphMode,
@@ -166,8 +167,8 @@ class StepGraphs:
     ) -> None:  # fmt: skip
         self.dispatcher = dispatcher
         self.steps = GraphedSteps((options.library or CUDAGraphs)(device), long_lived)
-        self.ran_whole = False
-        """Whether the last step ran from one whole graph."""
+        self.ran = Dispatch(CUDAGraphMode.NONE, BatchDescriptor(0))
+        """How the last step ran."""
         self._lazy, self._debug = options.lazy, options.debug
         self._prepare = prepare
         self._inputs: dict[Dispatch, tuple[PreparedBatch, StepInputs]] = {}
@@ -201,8 +202,7 @@ class StepGraphs:
             self.steps.replay(last.key, last.step)
             self._last = last
             return last.logits
-        key = self.dispatcher.dispatch(batch.shape)
-        self.ran_whole = key.mode is CUDAGraphMode.FULL
+        key = self.ran = self.dispatcher.dispatch(batch.shape)
         if key.mode is CUDAGraphMode.NONE:
             return None
         assert key.descriptor.num_tokens == batch.num_padded_tokens, (key, batch.num_padded_tokens)
