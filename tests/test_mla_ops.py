@@ -19,6 +19,8 @@ from mla_op_cases import (
 )
 
 from attnbackend import resolve_backend, set_config
+from attnbackend.backends.mla.planning import plan_mla_step
+from attnbackend.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnbackend.ops import backend_op_names
 from attnbackend.ops.library import MLA_ATTENTION, MLA_CACHE_UPDATE, MLA_MIXED, MLA_PREFILL
 from attnbackend.testing import AuditLedger, assert_within_rule
@@ -65,13 +67,35 @@ def test_queries_on_latents_are_right(backend: str, feature: str, batch: str) ->
 @pytest.mark.parametrize("context_tokens", [32, 4096])
 @pytest.mark.parametrize(("feature", "batch"), CASES)
 def test_whole_steps_are_right(feature: str, batch: str, context_tokens: int, prefill: str) -> None:
-    """32 context tokens at once are three chunks for a context of 40 of two requests."""
+    """Few context tokens at once, so that contexts are cut in chunks, and more than there are."""
     if prefill == "CPU":
         require_mla("CPU_MLA")
     made = make_mla_batch(mla_case(feature, batch), DEVICE)
     with set_config(mla_context_tokens=context_tokens, mla_prefill=prefill):
         _call("TORCH_MLA", "forward_mixed", made)
     assert_mixed_within_rule(made)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 48, 4096])
+def test_chunks_hold_every_context_token_once_and_no_more_than_fit(tokens: int) -> None:
+    """Also where requests of much and of little context, or of none, are many for a small workspace."""
+    case = mla_case("plain", query_lens=(2,) * 6, context_lens=(3, 0, 40, 1, 0, 5))
+    made = make_mla_batch(case)
+    common = CommonAttentionMetadata.from_tensors(
+        made.query_start_loc, made.seq_lens, made.block_table, num_tokens=12, block_size=case.block_size
+    )
+    with set_config(mla_context_tokens=tokens):
+        plan = plan_mla_step(
+            common, lambda batch: AttentionMetadata(common=batch), lambda metadata: metadata,
+            block_size=case.block_size, threshold=1,
+        )  # fmt: skip
+    assert plan.prefill is not None
+    sizes = [len(chunk.slots) for chunk in plan.prefill.chunks]
+    assert sizes == [tokens] * (49 // tokens) + [49 % tokens] * (49 % tokens > 0)
+    positions = [(row, i) for row, n in enumerate(case.context_lens) for i in range(n)]
+    size = case.block_size
+    wanted = [int(made.block_table[row, i // size]) * size + i % size for row, i in positions]
+    assert torch.cat([chunk.slots for chunk in plan.prefill.chunks]).tolist() == wanted
 
 
 def test_a_step_of_nothing_but_padding_is_judged_too() -> None:

@@ -93,34 +93,33 @@ def _plan_prompts(
 def _chunks(
     context: Tensor, cu_q: Tensor, cu_q_cpu: Tensor, block_table: Tensor, block_size: int
 ) -> Iterator[ContextChunk]:
-    """Every context token once: each chunk holds as many of each request's as a workspace has room for."""
-    with_context = int((context > 0).sum())
-    if not with_context:
-        return
-    share = mla_context_tokens() // with_context // block_size * block_size
-    step = max(block_size, share)
-    for begin in range(0, int(context.max()), step):
-        counts = (context - begin).clamp(0, step)
-        rows = counts.nonzero()
+    """Every context token once: the requests' contexts behind each other, cut where a workspace is full."""
+    ends, full = context.cumsum(0), mla_context_tokens()
+    begins = ends - context
+    for start in range(0, int(ends[-1]), full):
+        first_keys = (start - begins).clamp(min=0)
+        counts = (ends.clamp(max=start + full) - begins - first_keys).clamp(min=0)
+        rows = (counts > 0).nonzero()
         first, last = int(rows[0]), int(rows[-1]) + 1
-        yield _chunk(counts[first:last], begin, first, cu_q, cu_q_cpu, block_table, block_size)
+        keys = first_keys[first:last].int(), counts[first:last].int()
+        yield _chunk(*keys, first, cu_q, cu_q_cpu, block_table, block_size)
 
 
 def _chunk(
+    first_keys: Tensor,
     counts: Tensor,
-    begin: int,
     first: int,
     cu_q: Tensor,
     cu_q_cpu: Tensor,
     block_table: Tensor,
     block_size: int,
 ) -> ContextChunk:
-    """Keys ``begin`` to ``begin + counts`` of the requests from row ``first`` on."""
+    """Of the requests from row ``first`` on, so many keys from each one's first."""
     rows = slice(first, first + len(counts) + 1)
     start, stop = int(cu_q_cpu[rows][0]), int(cu_q_cpu[rows][-1])
     cu_k_cpu = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
-    cu_k = _to_device(cu_k_cpu, block_table.device)
-    slots = _slots(cu_k, int(cu_k_cpu[-1]), begin, block_table[first : first + len(counts)], block_size)
+    cu_k, begins = (_to_device(x, block_table.device) for x in (cu_k_cpu, first_keys))
+    slots = _slots(cu_k, int(cu_k_cpu[-1]), begins, block_table[first : first + len(counts)], block_size)
     attention = MLAPrefillMetadata(
         cu_seqlens_q=cu_q[rows] - start, cu_seqlens_k=cu_k, causal=False,
         max_seqlen_q=int(cu_q_cpu[rows].diff().max()), max_seqlen_k=int(counts.max()),
@@ -129,11 +128,11 @@ def _chunk(
     return ContextChunk(slots=slots, attention=attention, start=start, stop=stop)
 
 
-def _slots(cu_k: Tensor, total: int, begin: int, block_table: Tensor, block_size: int) -> Tensor:
+def _slots(cu_k: Tensor, total: int, begins: Tensor, block_table: Tensor, block_size: int) -> Tensor:
     """int64 [S]: where each key of a chunk lies."""
     counts = cu_k.diff().long()
     row_S = torch.repeat_interleave(counts, output_size=total)
-    position_S = torch.arange(total, device=cu_k.device) - cu_k.long()[row_S] + begin
+    position_S = torch.arange(total, device=cu_k.device) + (begins - cu_k[:-1]).long()[row_S]
     block_S = block_table[row_S, position_S // block_size].long()
     return block_S * block_size + position_S % block_size
 
