@@ -207,7 +207,9 @@ class StepGraphs:
             return None
         assert key.descriptor.num_tokens == batch.num_padded_tokens, (key, batch.num_padded_tokens)
         if key not in self.steps:
+            ids_T = batch.input_ids.clone()  # Work may put the next step's there.
             self._capture(key, batch)
+            batch.input_ids.copy_(ids_T)
         if self._debug:
             return checked_replay(self.steps, key, batch, partial(self._prepared, key, batch))
         step = self._step_for(key, batch)
