@@ -247,6 +247,12 @@ def kv_cache_geometry(
 
 
 def _check_spec(backend: type[AttentionBackend], spec: AttentionSpec, num_blocks: int) -> None:
+    if backend.is_mla != isinstance(spec, MLAAttentionSpec):
+        kinds = {True: "latent (MLA) attention", False: "keys and values"}
+        raise ValueError(
+            f"{backend.get_name()} keeps {kinds[backend.is_mla]} and {type(spec).__name__} is of "
+            f"{kinds[not backend.is_mla]}; take a backend with is_mla={not backend.is_mla}"
+        )
     name = backend.get_name()
     if num_blocks < 1:
         raise ValueError(f"num_blocks={num_blocks} must be at least 1 (block 0 is reserved)")

@@ -14,6 +14,7 @@ from attnbackend import (
     AttentionCGSupport,
     AttentionParams,
     AttentionSelectorConfig,
+    FullAttentionSpec,
     MLAAttentionSpec,
     MLADims,
     kv_cache_geometry,
@@ -24,6 +25,7 @@ from attnbackend import (
 from attnbackend.backends.mla.common import MLACommonMetadataBuilder
 from attnbackend.backends.mla.prefill import MLA_PREFILLS, MLAPrefillConfig, select_mla_prefill
 from attnbackend.backends.mla.torch_mla import TorchMLASparseImpl
+from attnbackend.kv_cache import AttentionSpec
 from attnbackend.mla_cache import mla_row_width
 from attnbackend.ops import mla_attention, mla_kv_cache_update, mla_mixed_attention
 from attnbackend.testing import AttentionCase, make_batch, op_kwargs, op_positional
@@ -174,6 +176,7 @@ def test_a_sparse_implementation_has_no_attention_to_prompts() -> None:
         ({"sliding_window": 128}, "sliding_window=128 (allowed: None"),
         ({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0 (allowed: 0.0"),
         ({"causal": False}, "causal=False (allowed: True"),
+        ({"kv_lora_rank": 576}, "kv_lora_rank=576 (allowed: 1 to 575, a part of head_size)"),
         ({"num_kv_heads": 2}, "num_kv_heads=2 (allowed: 1: all heads read one latent)"),
     ],
 )
@@ -295,3 +298,14 @@ def test_a_builder_that_cuts_prompts_on_the_host_cannot_claim_graphs_of_any_batc
 
         class Bold(MLACommonMetadataBuilder):
             cudagraph_support = AttentionCGSupport.ALWAYS
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"), [("TORCH_MLA", FullAttentionSpec), ("TORCH_SDPA", MLAAttentionSpec)]
+)
+def test_a_cache_of_the_other_kind_of_attention_is_refused(name: str, spec: type[AttentionSpec]) -> None:
+    kept = spec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    with pytest.raises(
+        ValueError, match=rf"{name} keeps .* and {spec.__name__} is of .*; take a backend with"
+    ):
+        kv_cache_geometry(resolve_backend(name), kept, 4)

@@ -158,6 +158,8 @@ class MLACommonBackend(AttentionBackend, abstract=True):
         if config.num_kv_heads != 1:
             reasons.append(Reason("num_kv_heads", config.num_kv_heads, "1: all heads read one latent"))
         known, rank = cls.latent_sizes, config.kv_lora_rank
+        if rank is not None and not 0 < rank < config.head_size:
+            reasons.append(Reason("kv_lora_rank", rank, f"1 to {config.head_size - 1}, a part of head_size"))
         if known is not None and rank is not None and (rank, config.head_size - rank) not in known:
             pairs = ", ".join(f"{a} + {b}" for a, b in known)
             asked = f"{rank} + {config.head_size - rank}"
