@@ -112,10 +112,11 @@ def measure_batch(engine: Engine, batch: int, profile: bool = False) -> dict[str
     for _ in range(_WARM_UPS):
         engine.step()
     result["step_ms"] = round(1e3 * median(_seconds(engine, batch) for _ in range(_STEPS)), 3)
-    with host_stages(engine) as stages:
-        for _ in range(_STEPS):
-            stages.step()
-    result["host_us"] = stages.microseconds()
+    for name, in_parts in (("host_us", False), ("host_us_in_parts", True)):
+        with host_stages(engine, in_parts) as stages:
+            for _ in range(_STEPS):
+                stages.step()
+        result[name] = stages.microseconds()
     with graph_gaps() as gaps:
         for _ in range(_STEPS):
             engine.step()
@@ -135,7 +136,7 @@ def measure_batch(engine: Engine, batch: int, profile: bool = False) -> dict[str
 def _prefill(engine: Engine, batch: int) -> float:
     """Tokens a second, until each request has its first token."""
     generator = torch.Generator().manual_seed(batch)
-    params = SamplingParams(max_tokens=_WARM_UPS + 4 * _STEPS + batch // 8, ignore_eos=True)
+    params = SamplingParams(max_tokens=_WARM_UPS + 5 * _STEPS + batch // 8, ignore_eos=True)
     for _ in range(batch):
         engine.add_request(torch.randint(0, 128256, (_PROMPT,), generator=generator).tolist(), params)
     torch.cuda.synchronize()

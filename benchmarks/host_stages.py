@@ -65,16 +65,26 @@ class HostStages:
         return {stage: round(1e6 * median(seconds), 1) for stage, seconds in found.items()}
 
 
+_EDGES: list[tuple[Any, str, str]] = [
+    (CapturedGraph, "replay", _LAUNCH), (torch.cuda.Event, "synchronize", _WAIT),
+]  # fmt: skip
+_PARTS: list[tuple[Any, str, str]] = [
+    (Scheduler, "schedule", "schedule"), (InputBatch, "prepare", "input batch"),
+    (ModelRunner, "_context", "plans"), (ModelRunner, "execute", "checks of the replay"),
+    (SampledTokens, "sample", "sampling"),
+]  # fmt: skip
+
+
 @contextmanager
-def host_stages(engine: Engine) -> Iterator[HostStages]:
-    """Times the stages of the steps that are made with ``step`` of what this gives."""
+def host_stages(engine: Engine, in_parts: bool = True) -> Iterator[HostStages]:
+    """Times the stages of the steps that are made with ``step`` of what this gives.
+
+    Args:
+        engine: whose steps.
+        in_parts: what lies between replays part by part, which takes time itself.
+    """
     stages = HostStages(engine)
-    places: list[tuple[Any, str, str]] = [
-        (Scheduler, "schedule", "schedule"), (InputBatch, "prepare", "input batch"),
-        (ModelRunner, "_context", "plans"), (ModelRunner, "execute", "checks of the replay"),
-        (CapturedGraph, "replay", _LAUNCH), (SampledTokens, "sample", "sampling"),
-        (torch.cuda.Event, "synchronize", _WAIT),
-    ]  # fmt: skip
+    places = [*_EDGES, *(_PARTS if in_parts else ())]
     before = [getattr(owner, name) for owner, name, _ in places]
     for (owner, name, stage), work in zip(places, before, strict=True):
         setattr(owner, name, stages.timed(stage, work))

@@ -250,7 +250,8 @@ class EngineCore:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
         )
-        self._progress[request_id] = self._new_progress(request)
+        progress = self._progress[request_id] = self._new_progress(request)
+        request.accept = progress.accept
         self.scheduler.add(request)
 
     def _new_progress(self, request: Request) -> RequestProgress:
@@ -334,7 +335,8 @@ class EngineCore:
             if request.status is finished:
                 continue
             request.num_pending -= 1
-            output = self._progress[request.request_id].accept(token_id)
+            assert request.accept is not None
+            output = request.accept(token_id)
             if output.finish_reason is not None:
                 self._retire(request)
             outputs.append(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -85,6 +86,7 @@ class Request:
         arrival: place in the order of arrival, unique.
         drafts: guesses of the tokens that follow, for the step at hand.
         num_proposed: leading drafts that are more than a filling.
+        accept: takes each sampled token; what the caller gets for it.
     """
 
     request_id: str
@@ -101,6 +103,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     drafts: list[int] = field(default_factory=list)
     num_proposed: int = 0
+    accept: Callable[[int], StepOutput] | None = None
 
     @property
     def num_tokens(self) -> int:
