@@ -13,6 +13,8 @@ from attnbackend.runtime.arrays import IntArray
 from attnbackend.runtime.sampler import SamplingPlan
 from attnbackend.runtime.sampling_table import SampledRows
 
+_ROWS = 16
+"""Rows of the block table that are copied together."""
 _ALIGNMENT = 64
 """Bytes; at least the 16 that kernels vectorise on."""
 
@@ -149,6 +151,7 @@ class BlockTableBuffer:
         self.rows: IntArray = self.host.numpy()
         self._homes: IntArray = np.full(max_reqs, -1, dtype=np.int64)
         self._num_rows = 0
+        self._sides: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def invalidate(self) -> None:
         """Forget what the rows hold: the next `update` rewrites and uploads all of them."""
@@ -178,6 +181,11 @@ class BlockTableBuffer:
             self.upload(min(changed), max(changed))
 
     def upload(self, first: int, last: int) -> None:
-        """Start the copy of these rows, and those between them, to the device."""
-        if self.device is not self.host:
-            self.device[first : last + 1].copy_(self.host[first : last + 1], non_blocking=True)
+        """Start the copy of these rows, and of those between and around them, to the device."""
+        if self.device is self.host:
+            return
+        start, stop = first - first % _ROWS, last - last % _ROWS + _ROWS
+        if (start, stop) not in self._sides:  # Slicing anew takes longer than what is copied too much.
+            self._sides[start, stop] = self.device[start:stop], self.host[start:stop]
+        on_device, on_host = self._sides[start, stop]
+        on_device.copy_(on_host, non_blocking=True)
