@@ -34,7 +34,13 @@ def _no_code_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def generate(served: TransformersModel, compile: bool) -> list[list[int]]:
     engine = Engine(
-        served, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, num_blocks=20, compile=compile
+        served,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=64,
+        num_blocks=20,
+        compile=compile,
+        cudagraph_mode="NONE",
     )
     results = engine.generate(PROMPTS, SamplingParams(max_tokens=5, ignore_eos=True))
     return [list(result.token_ids) for result in results]

@@ -37,6 +37,41 @@ def block(bias: bool = False) -> Block:
     return Block(bias).requires_grad_(False)
 
 
+class Heads(nn.Module):
+    """What is made of the layers' outputs are views of them, and products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.kv_proj = nn.Linear(16, 24, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, kv = self.q_proj(x).view(-1, 3, 8), self.kv_proj(x)
+        low, high = q.split((3, 5), -1)
+        return low.transpose(0, 1), high * 2, kv[..., 4:]
+
+
+def test_what_graphs_say_of_strides_is_true_after_the_pass() -> None:
+    """Pieces of a graph are compiled for the strides that it names."""
+    wrong: list[str] = []
+
+    class Compare(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> object:
+            value, said = super().run_node(n), n.meta.get("example_value")
+            if isinstance(value, Tensor) and isinstance(said, Tensor) and value.stride() != said.stride():
+                wrong.append(f"{n}: {said.stride()}, not {value.stride()}")
+            return value
+
+    def backend(graph_module: torch.fx.GraphModule, _: object) -> object:
+        assert len(MergeLinears().run(graph_module).changes) == 1
+        return lambda *args: Compare(graph_module).run(*args)
+
+    model = Heads().requires_grad_(False)
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    for actual, expected in zip(compiled(x()), model(x()), strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert not wrong
+
+
 def x(rows: int = 5) -> Tensor:
     return torch.randn(rows, 16, generator=torch.Generator().manual_seed(1))
 

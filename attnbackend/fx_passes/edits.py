@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from attnbackend._torch_compat import fake_mode_of, trace_fake
 from attnbackend.fx_passes.forms import ASSERTION, Viewed, name_of, shape_of
-from attnbackend.fx_passes.nodes import may_write
+from attnbackend.fx_passes.nodes import may_write, tensor_of
 
 __all__ = [
     "emit",
@@ -20,6 +20,7 @@ __all__ = [
     "first_write_between",
     "insert_traced",
     "nodes_between",
+    "refresh_strides",
     "remove_unused",
 ]
 
@@ -130,6 +131,31 @@ def nodes_between(outputs: Iterable[Node], inputs: Iterable[Node]) -> set[Node]:
             found.add(node)
             stack += [n for n in node.all_input_nodes if n.op in ("call_function", "call_method")]
     return found | {user for node in found for user in node.users if name_of(user) == ASSERTION}
+
+
+def refresh_strides(graph: Graph, changed: Iterable[Node]) -> None:
+    """Gives what reads ``changed``, whose strides are others now, the strides that follow from them."""
+    stale = set(changed)
+    for node in graph.nodes:
+        if node in stale or stale.isdisjoint(node.all_input_nodes) or may_write(node):
+            continue
+        key = next((key for key in ("val", "example_value") if key in node.meta), None)
+        if key is None or node.op not in ("call_function", "call_method"):
+            continue
+        args: Any = map_arg(node.args, tensor_of)
+        kwargs: Any = map_arg(node.kwargs, tensor_of)
+        target: Any = getattr(type(args[0]), str(node.target)) if node.op == "call_method" else node.target
+        with fake_mode_of(args, kwargs):
+            value = target(*args, **kwargs)
+        if _strides(value) != _strides(node.meta[key]):
+            node.meta[key] = value
+            stale.add(node)
+
+
+def _strides(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_strides(part) for part in value]
+    return (value.stride(), value.storage_offset()) if isinstance(value, torch.Tensor) else None
 
 
 def remove_unused(graph: Graph, nodes: Iterable[Node]) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from attnbackend.fx_passes.base import Change, GraphPass, PassReport
+from attnbackend.fx_passes.edits import emit, refresh_strides
 from attnbackend.fx_passes.nodes import may_write, tensor_of
 from attnbackend.ops.merged_linear import merged_linear
 
@@ -66,11 +67,11 @@ def _merge(graph: Graph, nodes: list[Node]) -> Change:
     names = [node.name for node in nodes]
     sizes = [tensor_of(weight).shape[0] for weight in weights]
     with graph.inserting_before(nodes[0]):
-        whole = graph.call_function(merged_linear, (x, weights, biases))
-        parts = graph.call_function(torch.split, (whole, sizes, -1))
-        shares = [graph.call_function(operator.getitem, (parts, place)) for place in range(len(nodes))]
+        whole = emit(graph, merged_linear, x, weights, biases, like=nodes[0])
+        parts = emit(graph, torch.split, whole, sizes, -1, like=nodes[0])
+        shares = [emit(graph, operator.getitem, parts, place, like=node) for place, node in enumerate(nodes)]
     for node, share in zip(nodes, shares, strict=True):
-        share.meta = dict(node.meta)
         node.replace_all_uses_with(share)
         graph.erase_node(node)
+    refresh_strides(graph, shares)
     return Change(", ".join(names), f"{len(nodes)} x linear", merged_linear.name(), f"all read {x.name}")

@@ -179,7 +179,11 @@ def _scales_of(scale: Node, magnitudes: Node) -> tuple[tuple[Node, ...], float]:
     if of is not magnitudes or not _is_of_last(node):
         raise NoMatch(f"{node} is no largest magnitude of each group of the last dimension")
     scales = path[: next(i for i, n in enumerate(path) if _is_scaling_step(n)) + 1] if divisor != 1 else path
-    inner = {magnitudes, *path, *(user for n in path for user in n.users if name_of(user) == "eq")}
+    inner = {
+        magnitudes,
+        *path,
+        *(user for n in path for user in n.users if name_of(user) in ("eq", "__eq__")),
+    }
     for step in inner - set(scales):
         if others := [user for user in step.users if user not in inner]:
             raise NoMatch(f"{step} is read by {', '.join(map(str, others))} too")
@@ -199,8 +203,10 @@ def _scale_step(node: Node) -> tuple[Node, float]:
         if isinstance(floor, float) and 0 <= floor <= _LARGEST_FLOOR:
             return node.args[0], 1.0  # type: ignore[return-value]
         raise NoMatch(f"{node} puts {floor} under the scales, more than a guard against division by 0")
-    if name == "where" and len(node.args) == 3 and node.args[1] == 1.0 and _is_zero_test(*node.args[::2]):
-        return node.args[2], 1.0  # type: ignore[return-value]
+    if name == "where":
+        test, one, value = (argument(node, i, n) for i, n in enumerate(("condition", "input", "other")))
+        if one == 1.0 and isinstance(value, Node) and _is_zero_test(test, value):
+            return value, 1.0
     raise NoMatch(f"{node} is {name or 'no call'}, no step from magnitudes to a scale")
 
 
@@ -210,7 +216,7 @@ def _is_scaling_step(node: Node) -> bool:
 
 
 def _is_zero_test(test: Any, value: Any) -> bool:
-    return name_of(test) == "eq" and test.args == (value, 0)
+    return name_of(test) in ("eq", "__eq__") and test.args[0] is value and argument(test, 1, "other") == 0
 
 
 def _is_of_last(node: Node) -> bool:
