@@ -1,8 +1,10 @@
 """`python -m benchmarks.host_steps`: what the host does between two decode steps, the model left out.
 
 A stand-in takes the model's place: its graph does nothing when it is replayed, and its logits are numbers
-made beforehand. What remains is scheduling, the input batch, plans, the checks of a replay, sampling and
-outputs. It runs on a CPU, with the sampler's own arithmetic over a small vocabulary.
+made beforehand, with their greedy choice. What remains is scheduling, the input batch, the checks of a
+replay, sampling where it is not greedy, and outputs. It runs on a CPU, over a small vocabulary. With
+``--wait``, each step follows a pause, as behind a device that is busy: little of what it needs is in a near
+cache then.
 """
 
 from __future__ import annotations
@@ -81,21 +83,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.host_steps", description=__doc__)
     parser.add_argument("--requests", type=int, action="append", help="may be repeated; default 1, 16, 64")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--wait", type=float, default=0.0, help="milliseconds before each step")
     parser.add_argument("--profile", action="store_true", help="print the functions that take longest")
     parser.add_argument("--output", type=Path, help="JSON file; default: none")
     options = parser.parse_args(arguments)
     result: dict[str, Any] = {"environment": describe_environment(), "host_us_a_step": {}}
     for kind, params in (("greedy", {}), ("sampled", {"temperature": 0.8, "top_k": 20, "seed": 1})):
         for requests in options.requests or [1, 16, 64]:
-            spread = measure(requests, options.steps, params, options.profile)
+            spread = measure(requests, options.steps, params, options.profile, 1e-3 * options.wait)
             print(f"{requests:3} requests, {kind:7}: {spread} us a step", flush=True)
             result["host_us_a_step"][f"{kind} {requests}"] = asdict(spread)
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(requests: int, steps: int, params: dict[str, Any], profile: bool = False) -> Spread:
-    """Microseconds of `step`, in steady decode of so many requests."""
+def measure(
+    requests: int, steps: int, params: dict[str, Any], profile: bool = False, wait: float = 0.0
+) -> Spread:  # fmt: skip
+    """Microseconds of `step`, in steady decode of so many requests, each after a wait of so many seconds."""
     with registry_scope():
         engine = _engine(requests)
         for i in range(requests):
@@ -108,7 +113,7 @@ def measure(requests: int, steps: int, params: dict[str, Any], profile: bool = F
         profiler = cProfile.Profile()
         if profile:
             profiler.enable()
-        times = [_timed(engine, requests) for _ in range(steps)]
+        times = [_timed(engine, requests, wait) for _ in range(steps)]
     if profile:
         profiler.disable()
         pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
@@ -124,8 +129,10 @@ def _engine(requests: int) -> EngineCore:
     return EngineCore(runner, max_num_seqs=requests, eos_token_ids=[_END])
 
 
-def _timed(engine: EngineCore, requests: int) -> float:
-    started = time.perf_counter()
+def _timed(engine: EngineCore, requests: int, wait: float) -> float:
+    until = time.perf_counter() + wait
+    while (started := time.perf_counter()) < until:  # As torch waits for an event.
+        pass
     outputs = engine.step()
     elapsed = time.perf_counter() - started
     assert len(outputs) == requests, f"{len(outputs)} of {requests} requests got a token"
