@@ -55,6 +55,7 @@ class AttentionBackend(ABC):
     supported_block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = ()
     supported_device_types: ClassVar[tuple[str, ...]] = ()
     supported_layouts: ClassVar[tuple[KVCacheLayout, ...]] = (KVCacheLayout.NHD,)
+    """The first is what engines lay caches out in."""
     supported_attn_types: ClassVar[tuple[AttentionType, ...]] = (AttentionType.DECODER,)
     min_compute_capability: ClassVar[tuple[int, int] | None] = None
     """Lowest (major, minor) of a CUDA device; None for any."""

@@ -51,12 +51,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of a point, over the standard cache."""
+    """Tensors of a point."""
 
     query: Tensor
     """[T, H, D]."""
     kv_cache: Tensor
-    """[B, 2, S, K, D], or [B, S, D] of latents; each request's blocks in random places."""
+    """[B, 2, S, K, D], in memory [B, 2, K, S, D] as engines lay it out for CPU_ATTN, or [B, S, D] of latents;
+    each request's blocks in random places."""
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
@@ -94,14 +95,16 @@ def make_inputs(point: Point, generator: torch.Generator) -> Inputs:
     table_RW = torch.zeros(len(counts), max(counts), dtype=torch.int32)
     for row, blocks in zip(table_RW, order.split(counts), strict=True):
         row[: len(blocks)] = blocks
-    cache_shape: tuple[int, ...] = (sum(counts) + 1, point.block_size, point.head_size)
+    blocks, size = sum(counts) + 1, point.head_size
+    cache_shape: tuple[int, ...] = (blocks, point.block_size, size)
     if point.kv_lora_rank is None:
-        cache_shape = (sum(counts) + 1, 2, point.block_size, point.num_kv_heads, point.head_size)
+        cache_shape = (blocks, 2, point.num_kv_heads, point.block_size, size)
+    kv_cache = torch.randn(cache_shape, generator=generator).to(point.dtype)
     query_shape = (sum(point.query_lens), point.num_heads, point.head_size)
     starts = torch.tensor((0, *point.query_lens)).cumsum(0)
     return Inputs(
         torch.randn(query_shape, generator=generator).to(point.dtype),
-        torch.randn(cache_shape, generator=generator).to(point.dtype),
+        kv_cache if point.kv_lora_rank is not None else kv_cache.transpose(2, 3),
         starts.int(), torch.tensor(point.seq_lens).int(), table_RW, point.head_size**-0.5,
         point.kv_lora_rank,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from attnbackend.backends.standard import FullFeaturedBackend, PagedKernelImpl
 from attnbackend.impl import AttentionParams
 from attnbackend.kernels import cpu
 from attnbackend.ops.native import how_ops_are_called, serve_cpu_ops
-from attnbackend.types import MultipleOf
+from attnbackend.types import KVCacheLayout, MultipleOf
 
 __all__ = ["CPUAttentionBackend", "CPUAttentionImpl"]
 
@@ -39,6 +39,8 @@ class CPUAttentionBackend(FullFeaturedBackend):
     supported_head_sizes = (MultipleOf(8, 32, 256),)
     supported_block_sizes = (MultipleOf(1),)
     supported_device_types = ("cpu",)
+    supported_layouts = (KVCacheLayout.HND, KVCacheLayout.NHD)
+    """A head's keys lie one behind the other first: rows that are pages apart cost twice the time."""
 
     @staticmethod
     def get_name() -> str:

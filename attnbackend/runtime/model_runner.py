@@ -364,7 +364,13 @@ def _group_layers(layers: Mapping[str, AttentionLayer], options: RunnerOptions) 
         grouped.setdefault((backend, _params(config, layer.scale, layer.mla)), []).append(name)
     owners = _cache_owners(layers, grouped)
     return [
-        LayerGroup(b, p, spec_of(p), tuple(names), {n: owners[n] for n in names if n in owners})
+        LayerGroup(
+            b,
+            p,
+            spec_of(p, b.supported_layouts[0]),
+            tuple(names),
+            {n: owners[n] for n in names if n in owners},
+        )
         for (b, p), names in grouped.items()
     ]
 

@@ -46,10 +46,8 @@ static Refusal check(const AttentionArgs& a) {
 
 // ---- results ------------------------------------------------------------------------------------
 
-static void write_row(const AttentionArgs& a, const Item& item, int64_t row, float* acc,
+static void write_row(const AttentionArgs& a, const Item& item, int64_t token, int64_t head, float* acc,
                       float maximum, float sum) {
-  const int64_t group = group_size(a), head = item.kv_head * group + row % group;
-  const int64_t token = a.query_start_loc[item.request] + row / group;
   const bool empty = !(sum != 0);  // no visible key; a NaN sum stays
   float factor = empty ? 0.0f : 1.0f / sum;
   float lse = empty || !a.lse ? -INFINITY : maximum + std::log(sum);
@@ -99,7 +97,9 @@ static void merge_parts(const AttentionArgs& a, const Item& item, const Merge& m
       if (part[width + 1] == 0) continue;  // saw nothing
       for (int64_t i = 0; i < width; ++i) acc[i] += weight * part[i];
     }
-    write_row(a, item, item.row0 + r, acc.data(), maximum, sum);
+    const int64_t group = group_size(a), row = item.row0 + r;
+    write_row(a, item, a.query_start_loc[item.request] + row / group, item.kv_head * group + row % group,
+              acc.data(), maximum, sum);
   }
 }
 
@@ -132,21 +132,27 @@ static Scratch& scratch_for(const AttentionArgs& a) {
 }
 
 static void set_rows(const AttentionArgs& a, const Item& item, int64_t padded, RowInfo& rows) {
+  const int64_t group = group_size(a), start = a.query_start_loc[item.request];
+  int64_t token = item.row0 / group, member = item.row0 % group;
+  Bounds bounds = token_bounds(a, item.request, token);
   rows.count = item.row1 - item.row0;
   rows.last_low = 0;
   rows.first_high = INT32_MAX;
   for (int64_t r = 0; r < padded; ++r) {
-    const int64_t row = item.row0 + std::min(r, rows.count - 1);
-    const Bounds bounds = row_bounds(a, item.request, row);
+    const int64_t head = item.kv_head * group + member;
     rows.low[r] = bounds.low;
     rows.high[r] = bounds.high;
     rows.last_low = std::max(rows.last_low, bounds.low);
     rows.first_high = std::min(rows.first_high, bounds.high);
     rows.position[r] = bounds.position;
-    const int64_t head = item.kv_head * group_size(a) + row % group_size(a);
+    rows.token[r] = static_cast<int32_t>(start + token);
+    rows.head[r] = static_cast<int32_t>(head);
     rows.slope[r] = a.alibi_slopes ? a.alibi_slopes[head] : 0.0f;
     rows.maximum[r] = -INFINITY;
     rows.sum[r] = 0;
+    if (r + 1 >= rows.count || ++member < group) continue;  // behind the last row: the last again
+    member = 0;
+    bounds = token_bounds(a, item.request, ++token);
   }
 }
 
@@ -155,20 +161,18 @@ static float score_factor(const AttentionArgs& a, const Item& item) {
   return static_cast<float>(a.scale) * k_scale;
 }
 
-static const char* query_row(const AttentionArgs& a, const Item& item, int64_t row) {
-  const int64_t group = group_size(a), head = item.kv_head * group + row % group;
-  const int64_t token = a.query_start_loc[item.request] + row / group;
+static const char* query_row(const AttentionArgs& a, const RowInfo& rows, int64_t row) {
   return static_cast<const char*>(a.query) + element_size(a.query_dtype) *
-         (token * a.query_token + head * a.query_head);
+         (rows.token[row] * a.query_token + rows.head[row] * a.query_head);
 }
 
 // One query row: as float, times scale and the key scale, or as it is.
-static void read_query(const AttentionArgs& a, const Item& item, int64_t row, float factor, float* q) {
-  any_row_to_float(query_row(a, item, row), q, static_cast<int>(a.head_size), a.query_dtype);
+static void read_query(const AttentionArgs& a, const RowInfo& rows, int64_t row, float factor, float* q) {
+  any_row_to_float(query_row(a, rows, row), q, static_cast<int>(a.head_size), a.query_dtype);
   for (int64_t i = 0; i < a.head_size; ++i) q[i] *= factor;
 }
-static void read_query(const AttentionArgs& a, const Item& item, int64_t row, float, uint16_t* q) {
-  std::memcpy(q, query_row(a, item, row), a.head_size * sizeof(uint16_t));
+static void read_query(const AttentionArgs& a, const RowInfo& rows, int64_t row, float, uint16_t* q) {
+  std::memcpy(q, query_row(a, rows, row), a.head_size * sizeof(uint16_t));
 }
 
 static inline bool needs_rules(const RowInfo& rows, int64_t first, int64_t end,
@@ -181,7 +185,7 @@ static void give_result(const AttentionArgs& a, const Item& item, const RowInfo&
                         int64_t width, Merge* merges, float* floats) {
   if (item.merge < 0) {
     for (int64_t r = 0; r < rows.count; ++r)
-      write_row(a, item, item.row0 + r, acc + r * width, rows.maximum[r], rows.sum[r]);
+      write_row(a, item, rows.token[r], rows.head[r], acc + r * width, rows.maximum[r], rows.sum[r]);
     return;
   }
   Merge& merge = merges[item.merge];
@@ -217,21 +221,23 @@ static void narrow_block(const AttentionArgs& a, const Rows<C>& at, const Rows<C
                       s.acc + r0 * width, width);
 }
 
+// `following`, the item that this thread is likely to run next, is asked for while the last tile is computed.
 template <class C>
-static void run_narrow(const AttentionArgs& a, const Item& item, Scratch& s,
+static void run_narrow(const AttentionArgs& a, const Item& item, const Item& following, Scratch& s,
                        const ScoreRules& rules) {
   const int64_t q_row = round_up(a.head_size, VW), width = round_up(a.value_size, VW);
   typename C::query* q = reinterpret_cast<typename C::query*>(s.q);
   set_rows(a, item, item.row1 - item.row0, s.rows);
   std::fill(s.q, s.q + s.rows.count * q_row, 0.0f);
   std::fill(s.acc, s.acc + s.rows.count * width, 0.0f);
-  for (int64_t r = 0; r < s.rows.count; ++r) read_query(a, item, item.row0 + r, s.factor, q + r * q_row);
+  for (int64_t r = 0; r < s.rows.count; ++r) read_query(a, s.rows, r, s.factor, q + r * q_row);
   Rows<C> tiles[2];
   tiles[0].find_tile(a, item, item.key0);
   int tile = 0;
   for (int64_t first = item.key0; first < item.key1; first += KT, tile = 1 - tile) {
     const int count = tiles[tile].count;
-    tiles[1 - tile].find_tile(a, item, first + KT);
+    const bool last = first + KT >= item.key1;
+    tiles[1 - tile].find_tile(a, last ? following : item, last ? following.key0 : first + KT);
     const Rows<C>&at = tiles[tile], &next = tiles[1 - tile].count ? tiles[1 - tile] : at;
     for (int64_t r = 0; r < s.rows.count; r += 4) {
       switch (std::min<int64_t>(4, s.rows.count - r)) {
@@ -293,13 +299,13 @@ static void wide_panel(const AttentionArgs& a, Scratch& s, const Rows<C>& next, 
 
 // Query rows as columns: q[element or pair][row], zeros past the last row.
 template <class C>
-static void read_queries(const AttentionArgs& a, const Item& item, Scratch& s, int64_t rows) {
+static void read_queries(const AttentionArgs& a, Scratch& s, int64_t rows) {
   typedef typename C::query Query;
   const int64_t lanes = round_up(a.head_size * sizeof(Query) / sizeof(float), VW);
   for (int64_t r0 = 0; r0 < rows; r0 += VW) {
     std::fill(s.out, s.out + VW * lanes, 0.0f);
     for (int64_t r = 0; r < std::min<int64_t>(VW, s.rows.count - r0); ++r)
-      read_query(a, item, item.row0 + r0 + r, s.factor, reinterpret_cast<Query*>(s.out + r * lanes));
+      read_query(a, s.rows, r0 + r, s.factor, reinterpret_cast<Query*>(s.out + r * lanes));
     for (int64_t i = 0; i < lanes; i += VW) transpose(s.out + i, lanes, s.q + i * rows + r0, rows);
   }
 }
@@ -310,7 +316,7 @@ static void run_wide(const AttentionArgs& a, const Item& item, Scratch& s,
   const int64_t rows = round_up(item.row1 - item.row0, VW), out = round_up(a.value_size, VW);
   const int width = static_cast<int>(round_up(a.value_size, KR));
   set_rows(a, item, rows, s.rows);
-  read_queries<C>(a, item, s, rows);
+  read_queries<C>(a, s, rows);
   std::fill(s.acc, s.acc + rows * width, 0.0f);
   Rows<C> at;
   at.find_tile(a, item, item.key0);
@@ -333,12 +339,13 @@ static void run_wide(const AttentionArgs& a, const Item& item, Scratch& s,
 }
 
 template <class C>
-static void run_item(const AttentionArgs& a, const Item& item, Merge* merges, float* floats) {
+static void run_item(const AttentionArgs& a, const Item& item, const Item& following, Merge* merges,
+                     float* floats) {
   Scratch& s = scratch_for(a);
   s.factor = score_factor(a, item);
   const ScoreRules rules = {static_cast<float>(a.soft_cap), a.alibi_slopes != nullptr};
   const bool narrow = item.row1 - item.row0 <= NARROW_ROWS;
-  if (narrow) run_narrow<C>(a, item, s, rules);
+  if (narrow) run_narrow<C>(a, item, following, s, rules);
   else run_wide<C>(a, item, s, rules);
   give_result(a, item, s.rows, narrow ? s.acc : s.out, round_up(a.value_size, VW), merges, floats);
 }

@@ -13,6 +13,7 @@ static int64_t tile_cost(const Item& item) {
 // Items of one head follow each other, so that its keys and values stay in the cache; the longest first.
 static std::vector<Item> whole_items(const AttentionArgs& a) {
   std::vector<Item> items;
+  items.reserve(a.requests * a.kv_heads);
   for (int64_t r = 0; r < a.requests; ++r) {
     const int64_t rows = query_length(a, r) * group_size(a);
     const int64_t tiles = (rows + WIDE_ROWS - 1) / WIDE_ROWS;
@@ -43,12 +44,16 @@ static Plan make_plan(const AttentionArgs& a) {
   Plan plan;
   std::vector<Item> whole = whole_items(a);
   for (const Item& item : whole) plan.cost += tiles_of(item) * tile_cost(item);
+  if (a.threads == 1) {
+    plan.items = std::move(whole);
+    return plan;
+  }
   const int64_t share = std::max<int64_t>(1, plan.cost / (8 * a.threads));
   int64_t merges = 0, floats = 0;
   std::vector<std::pair<int64_t, int64_t>> sizes;  // parts, first float
   for (Item item : whole) {
     const int64_t tiles = tiles_of(item), step = std::max<int64_t>(2, share / tile_cost(item));
-    const int64_t parts = a.threads == 1 ? 1 : std::max<int64_t>(1, (tiles + step - 1) / step);
+    const int64_t parts = std::max<int64_t>(1, (tiles + step - 1) / step);
     if (parts == 1) {
       plan.items.push_back(item);
       continue;
@@ -78,14 +83,17 @@ template <class C>
 static void run_plan(const AttentionArgs& a, Plan& plan) {
   const int64_t count = static_cast<int64_t>(plan.items.size());
   const int threads = static_cast<int>(std::min<int64_t>(plan.cost < SERIAL_COST ? 1 : a.threads, count));
+  const auto run = [&](int64_t i) {
+    const Item& following = plan.items[std::min(i + threads, count - 1)];
+    run_item<C>(a, plan.items[i], following, plan.merges.get(), plan.floats.data());
+  };
   if (threads == 1) {
-    for (const Item& item : plan.items) run_item<C>(a, item, plan.merges.get(), plan.floats.data());
+    for (int64_t i = 0; i < count; ++i) run(i);
     return;
   }
   std::atomic<int64_t> next(0);
 #pragma omp parallel num_threads(threads)
-  for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1))
-    run_item<C>(a, plan.items[i], plan.merges.get(), plan.floats.data());
+  for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) run(i);
 }
 
 static void run_bfloat16(const AttentionArgs& a, Plan& plan) {

@@ -4,6 +4,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int VW = 16;  // float lanes
@@ -105,6 +108,26 @@ struct Tree<1> {
   static inline vf sums(const vf* x) { return *x; }
 };
 
+#if defined(__AVX512F__)
+// The same with shuffles that take no index from a register.
+static inline __m512 quad_sums(const vf* x) {  // lanes 4 i .. 4 i + 3: of the four vectors, in order
+  const __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];
+  const __m512d ab = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512d cd = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  return _mm512_add_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
+}
+static inline __m512 quarter_sums(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+template <>
+struct Tree<16> {
+  static inline vf sums(const vf* x) {
+    const __m512 low = quarter_sums(quad_sums(x), quad_sums(x + 4));
+    return (vf)quarter_sums(low, quarter_sums(quad_sums(x + 8), quad_sums(x + 12)));
+  }
+};
+#endif
+
 static inline float sum_lanes(vf x) {
   for (int n = 1; n < VW; n *= 2) x = pair_sums(x, x);
   return x[0];
@@ -120,23 +143,37 @@ static inline float max_lanes(vf x) {
 
 // exp for x <= 0 (or NaN), relative error about 1 ulp; below the smallest normal it gives 0.
 // x = n ln2 + r with |r| <= ln2/2; exp(r) = 1 + r + r^2 q(r), q fitted at Chebyshev nodes.
-static inline vf exp_nonpositive(vf x) {
-  const float log2e = 1.44269504088896341f, ln2_high = 0.693145751953125f;
-  const float ln2_low = 1.42860682030941723e-6f, round_shift = 12582912.0f;  // 1.5 * 2^23
-  const vi tiny = x < -87.3365f;
-  const vf y = tiny ? vf{} : x;
-  const vf shifted = y * log2e + round_shift;
-  const vf n = shifted - round_shift;
-  const vf r = (y - n * ln2_high) - n * ln2_low;
+static inline vf exp_of_rest(vf r) {
   vf q = r * 0.001393390935845673f + 0.008363353088498116f;
   q = q * r + 0.041666463017463684f;
   q = q * r + 0.16666576266288757f;
   q = q * r + 0.5f;
-  const vf p = (q * r) * r + r + 1.0f;
+  return (q * r) * r + r + 1.0f;
+}
+
+constexpr float LOG2_E = 1.44269504088896341f, LN2_HIGH = 0.693145751953125f;
+constexpr float LN2_LOW = 1.42860682030941723e-6f, SMALLEST_EXPONENT = -87.3365f;
+
+#if defined(__AVX512F__)
+static inline vf exp_nonpositive(vf x) {
+  const __m512 y = (__m512)x;
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(y, _mm512_set1_ps(LOG2_E)), _MM_FROUND_TO_NEAREST_INT);
+  const vf p = exp_of_rest((x - (vf)n * LN2_HIGH) - (vf)n * LN2_LOW);
+  const __mmask16 normal = _mm512_cmp_ps_mask(y, _mm512_set1_ps(SMALLEST_EXPONENT), _CMP_NLT_UQ);
+  return (vf)_mm512_maskz_scalef_ps(normal, (__m512)p, n);
+}
+#else
+static inline vf exp_nonpositive(vf x) {
+  const float round_shift = 12582912.0f;  // 1.5 * 2^23
+  const vi tiny = x < SMALLEST_EXPONENT;
+  const vf y = tiny ? vf{} : x;
+  const vf n = (y * LOG2_E + round_shift) - round_shift;
+  const vf p = exp_of_rest((y - n * LN2_HIGH) - n * LN2_LOW);
   const vi power = (__builtin_convertvector(n, vi) + 127) << 23;
   const vf result = p * reinterpret_cast<vf>(power);
   return tiny ? vf{} : result;
 }
+#endif
 
 // tanh to about 2 ulp: odd polynomial near 0, (1 - e) / (1 + e) with e = exp(-2|x|) elsewhere.
 static inline vf tanh_vector(vf x) {

@@ -9,6 +9,7 @@ constexpr int NARROW_VECTORS = VW == 16 ? 4 : 2;
 
 struct RowInfo {  // per query row, padded to whole vectors
   int32_t low[WIDE_ROWS], high[WIDE_ROWS], position[WIDE_ROWS];  // visible keys: [low, high)
+  int32_t token[WIDE_ROWS], head[WIDE_ROWS];
   float slope[WIDE_ROWS], maximum[WIDE_ROWS], sum[WIDE_ROWS], decay[WIDE_ROWS];
   int32_t last_low, first_high;  // every row sees [last_low, first_high)
   int64_t count;

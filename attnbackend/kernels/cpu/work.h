@@ -43,10 +43,10 @@ static inline void widen(const AttentionArgs& a, int64_t request, int64_t positi
   }
 }
 
-// The keys [low, high) that a row sees.
-static inline Bounds row_bounds(const AttentionArgs& a, int64_t request, int64_t row) {
+// The keys [low, high) that the rows of a request's token see.
+static inline Bounds token_bounds(const AttentionArgs& a, int64_t request, int64_t token) {
   const int64_t length = a.seq_lens[request];
-  const int64_t position = length - query_length(a, request) + row / group_size(a);
+  const int64_t position = length - query_length(a, request) + token;
   int64_t high = a.causal ? std::min(position + 1, length) : length;
   int64_t low = a.window > 0 ? position - a.window + 1 : 0;
   if (a.two_sided) high = std::min(high, position + a.window);
@@ -58,6 +58,10 @@ static inline Bounds row_bounds(const AttentionArgs& a, int64_t request, int64_t
   high = std::max<int64_t>(high, 0);
   if (a.ranges) widen(a, request, position, length, &low, &high);
   return {static_cast<int32_t>(low), static_cast<int32_t>(high), static_cast<int32_t>(position)};
+}
+
+static inline Bounds row_bounds(const AttentionArgs& a, int64_t request, int64_t row) {
+  return token_bounds(a, request, row / group_size(a));
 }
 
 // The keys that some of rows [row0, row1) may see: bounds grow with the row, but for ranges.
