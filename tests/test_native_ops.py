@@ -305,7 +305,7 @@ def in_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16])
-@pytest.mark.parametrize(("inputs", "outputs"), [(32, 1), (64, 33), (160, 48), (544, 16)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 65), (64, 33), (160, 48), (544, 16)])
 def test_few_rows_are_multiplied_as_well_as_torch_does(
     dtype: torch.dtype, rows: int, inputs: int, outputs: int, in_python: list[int]
 ) -> None:
@@ -318,6 +318,13 @@ def test_few_rows_are_multiplied_as_well_as_torch_does(
             own = packed_linear.packed_linear(x, weight, bias)
         assert (own.shape, own.dtype, own.is_contiguous()) == (exact.shape, dtype, True)
         assert_within_rule(own, exact, torch_s)
+    assert not in_python
+
+
+def test_one_output_is_exact_where_sums_are(in_python: list[int]) -> None:
+    x, weight = torch.arange(96.0).view(3, 32), torch.arange(32.0).view(1, 32)
+    with packed_linear.packed_weights_in_use():
+        assert torch.equal(packed_linear.packed_linear(x, weight), x @ weight.T)
     assert not in_python
 
 
