@@ -27,7 +27,7 @@ class QuantizeQueries(GraphPass):
 
     Inductor computes them together with what made the query. It looks at each attention whose backend is
     selected and converts queries for its cache (`AttentionBackend.query_dtype`): `FLASH_ATTN` over float8
-    caches. Results are the same, bit for bit.
+    caches. The calls are the same; compiled code may round less between them and what made the query.
     """
 
     name = "quantize_queries"

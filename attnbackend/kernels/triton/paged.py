@@ -354,4 +354,15 @@ def _launch(
         HEADS=heads_per_tile(group, tile.block_m), PIECES=pieces, MIN_KEYS=MIN_SPLIT_KEYS,
         ALIKE=launch.is_alike, NEW_ALIKE=own.is_alike, PAIRS=launch.reads_pairs(tile.block_m),
         SIGNED=launch.is_signed, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **_register_limit(launch, tile),
     )  # fmt: skip
+
+
+def _register_limit(launch: Launch, tile: TileConfig) -> dict[str, int]:
+    """Finding scales of groups takes more registers than let four of the small programs share a processor.
+
+    Measured on an H200 without a limit: 64 requests did not all run at once, 89 microseconds instead of 70.
+    """
+    finds_scales = launch.plan.constants["OUT_GROUP"] > 0
+    is_nvidia = launch.tensors[0].is_cuda and torch.version.cuda is not None
+    return {"maxnreg": 128} if finds_scales and is_nvidia and tile.block_m == 16 else {}
