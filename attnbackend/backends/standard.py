@@ -57,7 +57,8 @@ class StandardImpl(AttentionImpl):
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: Any, output: Tensor, tensors: OptionalTensors,
     ) -> None:  # fmt: skip
-        if tensors.q_scale is None and not is_quantized(tensors.output_scale, tensors.output_block_scale):
+        is_plain = query.dtype is self.params.dtype and tensors.q_scale is None
+        if is_plain and not is_quantized(tensors.output_scale, tensors.output_block_scale):
             self.attend(query, key, value, kv_cache, attn_metadata, output, tensors)
             return
         k_scale = fold_query_scale(tensors.q_scale, tensors.k_scale)
