@@ -128,6 +128,27 @@ struct Tree<16> {
 };
 #endif
 
+#if defined(__AVX512F__)
+struct Sum {
+  static inline __m256 of(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
+  static inline __m128 of(__m128 a, __m128 b) { return _mm_add_ps(a, b); }
+};
+struct Maximum {
+  static inline __m256 of(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+  static inline __m128 of(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
+};
+template <class Combine>  // of the vector's halves, of theirs again, down to one lane
+static inline float fold_lanes(vf x) {
+  const __m512 y = (__m512)x;
+  const __m256 upper = (__m256)_mm512_extractf64x4_pd((__m512d)y, 1);
+  const __m256 eight = Combine::of(_mm512_castps512_ps256(y), upper);
+  const __m128 four = Combine::of(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = Combine::of(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(Combine::of(two, _mm_movehdup_ps(two)));
+}
+static inline float sum_lanes(vf x) { return fold_lanes<Sum>(x); }
+static inline float max_lanes(vf x) { return fold_lanes<Maximum>(x); }
+#else
 static inline float sum_lanes(vf x) {
   for (int n = 1; n < VW; n *= 2) x = pair_sums(x, x);
   return x[0];
@@ -140,6 +161,7 @@ static inline float max_lanes(vf x) {
   }
   return x[0];
 }
+#endif
 
 // exp for x <= 0 (or NaN), relative error about 1 ulp; below the smallest normal it gives 0.
 // x = n ln2 + r with |r| <= ln2/2; exp(r) = 1 + r + r^2 q(r), q fitted at Chebyshev nodes.

@@ -120,8 +120,12 @@ static inline void narrow_softmax(float* scores, RowInfo& rows, int r, int count
     store(scores + j, p);
     total += p;
   }
-  const float decay = exp_nonpositive(splat(old) - base)[0];
   rows.maximum[r] = now;
+  if (old == -INFINITY && rows.sum[r] == 0) {  // the first keys that the row sees: acc is 0
+    rows.sum[r] = sum_lanes(total);
+    return;
+  }
+  const float decay = exp_nonpositive(splat(old) - base)[0];
   rows.sum[r] = rows.sum[r] * decay + sum_lanes(total);
   if (decay == 1.0f) return;
   for (int64_t i = 0; i < width; i += VW) store(acc + i, load(acc + i) * decay);

@@ -3,7 +3,6 @@
 #pragma once
 #include <torch/csrc/stable/library.h>
 
-#include <cstring>
 #include <vector>
 
 #include "../args.h"
@@ -51,19 +50,22 @@ static int64_t dtype_code(const TensorView& x) {
 struct Arguments {
   StableIValue* stack;
   const char* kinds;
+  int count;
+  TensorView tensors[32];  // of arguments that are none, or absent: no tensor
+
+  Arguments(StableIValue* stack, const char* kinds) : stack(stack), kinds(kinds), count(0) {
+    for (; kinds[count]; ++count) {
+      const char kind = kinds[count];
+      if (kind == 'T' || kind == 'W') tensors[count] = view_of(as<AtenTensorHandle>(stack[count]));
+      if ((kind == 't' || kind == 'w') && stack[count])
+        tensors[count] = view_of(as<AtenTensorHandle>(given(count)));
+    }
+  }
 
   template <class X>
   static X as(StableIValue value) { return torch::stable::detail::to<X>(value); }
-  StableIValue given(int i) const {  // of what may be absent; null where it is
-    const StableIValue* inner = as<StableIValue*>(stack[i]);
-    return inner ? *inner : 0;
-  }
-  bool is_tensor(int i) const { return std::strchr("TWtw", kinds[i]) != nullptr; }
-  AtenTensorHandle handle(int i) const {
-    const bool optional = kinds[i] == 't' || kinds[i] == 'w';
-    return as<AtenTensorHandle>(optional ? given(i) : stack[i]);
-  }
-  TensorView tensor(int i) const { return view_of(handle(i)); }
+  StableIValue given(int i) const { return *as<StableIValue*>(stack[i]); }  // of what may be absent, and is not
+  const TensorView& tensor(int i) const { return tensors[i]; }
   double number(int i) const { return as<double>(stack[i]); }
   bool truth(int i) const { return as<bool>(stack[i]); }
   int64_t integer(int i) const { return stack[i] ? as<int64_t>(given(i)) : 0; }  // 0 for none
@@ -73,10 +75,11 @@ struct Arguments {
     return characters;
   }
   void release() const {
-    for (int i = 0; kinds[i]; ++i) {
-      if (is_tensor(i) && handle(i)) aoti_torch_delete_tensor_object(handle(i));
-      if (kinds[i] == 's') torch_delete_string(as<StringHandle>(stack[i]));
-      if (std::strchr("twj", kinds[i])) delete as<StableIValue*>(stack[i]);
+    for (int i = 0; i < count; ++i) {
+      const char kind = kinds[i];
+      if (tensors[i]) aoti_torch_delete_tensor_object(tensors[i].handle);
+      if (kind == 's') torch_delete_string(as<StringHandle>(stack[i]));
+      if (kind == 't' || kind == 'w' || kind == 'j') delete as<StableIValue*>(stack[i]);
     }
   }
 };

@@ -2,6 +2,7 @@
 // the number of tokens and what the tensors hold is its signature.
 #pragma once
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <unordered_set>
@@ -58,17 +59,17 @@ static void add_text(Signature& words, const char* text) {
 
 static void sign(Signature& words, const Arguments& call) {
   words.clear();
-  for (int i = 0; call.kinds[i]; ++i) {
+  for (int i = 0; i < call.count; ++i) {
     const char kind = call.kinds[i];
-    if (call.is_tensor(i)) {
-      const TensorView x = call.tensor(i);
-      add_tensor(words, x, x && (kind == 'T' || kind == 't'));
-    } else if (kind == 's') {
+    if (kind == 's') {
       add_text(words, call.text(i));
     } else if (kind == 'j') {
       words.insert(words.end(), {call.stack[i] != 0, call.integer(i)});
-    } else if (kind != 'i') {
+    } else if (kind == 'f' || kind == 'b') {
       words.push_back(static_cast<int64_t>(call.stack[i]));
+    } else if (kind != 'i') {
+      const TensorView& x = call.tensor(i);
+      add_tensor(words, x, x && (kind == 'T' || kind == 't'));
     }
   }
 }

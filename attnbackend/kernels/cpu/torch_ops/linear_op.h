@@ -34,11 +34,11 @@ static void forget_packed(const void* weight) {
 
 // (weight, packed): takes the packed one over.
 static void keep_packed(StableIValue* stack, uint64_t, uint64_t) {
-  const Arguments call{stack, "WW"};
+  const Arguments call(stack, "WW");
   const TensorView weight = call.tensor(0);
   forget_packed(weight.data());
   const std::lock_guard<std::mutex> lock(packed_mutex);
-  packed_weights[weight.data()] = {call.handle(1), weight.sizes[0], weight.sizes[1]};
+  packed_weights[weight.data()] = {call.tensor(1).handle, weight.sizes[0], weight.sizes[1]};
   aoti_torch_delete_tensor_object(weight.handle);
 }
 
@@ -112,7 +112,7 @@ static AtenTensorHandle serve_linear(const Arguments& call) {
 }
 
 static void linear(StableIValue* stack, uint64_t, uint64_t) {
-  const Arguments call{stack, LINEAR};
+  const Arguments call(stack, LINEAR);
   AtenTensorHandle output = serve_linear(call);
   if (!output) return void(call_python("attnbackend_python::packed_linear", call, true));
   call.release();

@@ -88,7 +88,7 @@ static const char FORWARD[] = "TttWTWWWftbjjfwwwwwwwtssi";
 static bool serve_forward(const Arguments& call) {
   const TensorView query = call.tensor(0), cache = call.tensor(3), output = call.tensor(4);
   const TensorView lse = call.tensor(9), sinks = call.tensor(15);
-  const bool does_more = call.handle(16) || call.handle(17) || call.handle(20) || call.handle(21);
+  const bool does_more = call.tensor(16) || call.tensor(17) || call.tensor(20) || call.tensor(21);
   if (does_more || std::strcmp(call.text(23), "decoder")) return false;
   const int64_t tokens = query.sizes[0];
   if (!tokens || !has_rows(output, tokens) || !has_rows(lse, tokens)) return false;
@@ -114,7 +114,7 @@ static bool serve_forward(const Arguments& call) {
 
 static void forward(StableIValue* stack, uint64_t, uint64_t) {
   static thread_local KnownCalls known;
-  const Arguments call{stack, FORWARD};
+  const Arguments call(stack, FORWARD);
   run("attnbackend_python::cpu_attn_forward", call, known, [&] { return serve_forward(call); });
 }
 
@@ -146,7 +146,7 @@ static bool serve_forward_mqa(const Arguments& call) {
   const TensorView output = call.tensor(3), lse = call.tensor(8), scale = call.tensor(10);
   const int64_t tokens = latent.sizes[0];
   if (!tokens || !has_rows(rope, tokens) || !has_rows(output, tokens) || !has_rows(lse, tokens)) return false;
-  if (call.handle(9) || dtype_code(cache) < 0) return false;
+  if (call.tensor(9) || dtype_code(cache) < 0) return false;
   AttentionArgs a = {};
   set_joined_query(a, latent, rope);
   set_latent_pages(a, cache, 0);
@@ -161,7 +161,7 @@ static bool serve_forward_mqa(const Arguments& call) {
 
 static void forward_mqa(StableIValue* stack, uint64_t, uint64_t) {
   static thread_local KnownCalls known;
-  const Arguments call{stack, FORWARD_MQA};
+  const Arguments call(stack, FORWARD_MQA);
   run("attnbackend_python::cpu_mla_forward_mqa", call, known, [&] { return serve_forward_mqa(call); });
 }
 
@@ -196,7 +196,7 @@ static bool serve_update(const Arguments& call) {
 
 static void update(StableIValue* stack, uint64_t, uint64_t) {
   static thread_local KnownCalls known;
-  const Arguments call{stack, UPDATE};
+  const Arguments call(stack, UPDATE);
   run("attnbackend_python::cpu_attn_kv_cache_update", call, known, [&] { return serve_update(call); });
 }
 
@@ -225,7 +225,7 @@ static bool serve_mla_update(const Arguments& call) {
 
 static void mla_update(StableIValue* stack, uint64_t, uint64_t) {
   static thread_local KnownCalls known;
-  const Arguments call{stack, MLA_UPDATE};
+  const Arguments call(stack, MLA_UPDATE);
   run("attnbackend_python::cpu_mla_mla_kv_cache_update", call, known, [&] { return serve_mla_update(call); });
 }
 
