@@ -35,7 +35,9 @@ LATENT = {
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.skipif(unavailable_reason("cpu") is not None, reason="models run on the CPU, without Triton")
+@pytest.mark.skipif(
+    unavailable_reason("cpu") is not None, reason="models run on the CPU, where Triton must be interpreted"
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "deepseek_v3"])
 def test_every_pass_matches_in_each_layer_or_in_none(name: str) -> None:
     is_latent = name.startswith("deepseek")
