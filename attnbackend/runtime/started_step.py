@@ -21,7 +21,7 @@ class TokenMemory:
     """Tokens and largest logits of a step in one piece of memory, so that one copy moves both.
 
     Args:
-        packed: uint8 [`num_bytes`], zeros.
+        packed: uint8, 8 bytes and the size of a logit for each row.
         rows: most rows of logits.
         dtype: of the logits.
     """
@@ -34,11 +34,9 @@ class TokenMemory:
 
     @classmethod
     def on(cls, device: torch.device, rows: int, dtype: torch.dtype) -> TokenMemory:
-        return cls(torch.zeros(cls.num_bytes(rows, dtype), dtype=torch.uint8, device=device), rows, dtype)
-
-    @staticmethod
-    def num_bytes(rows: int, dtype: torch.dtype) -> int:
-        return rows * (torch.int64.itemsize + dtype.itemsize)
+        """Zeros on a device."""
+        num_bytes = rows * (torch.int64.itemsize + dtype.itemsize)
+        return cls(torch.zeros(num_bytes, dtype=torch.uint8, device=device), rows, dtype)
 
     def leading(self, count: int) -> Sampled:
         """The first rows; views that are made once."""
