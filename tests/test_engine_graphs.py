@@ -191,9 +191,10 @@ def test_a_backend_that_a_graph_cannot_hold_is_found_out(
             return impl
 
     register_backend("HONEST_ALWAYS")(Backend)
-    engine = serve(model, "HONEST_ALWAYS", mode, debug=True)
-    with pytest.raises(RuntimeError, match=r"BatchDescriptor.* gives other logits .* requests \['r"):
-        logits_of_all_steps(engine, seed=6)
+    # On a GPU, a copy from the host cannot even be captured.
+    wrong = r"BatchDescriptor.* gives other logits .* requests \['r|capturing the graph of .* failed"
+    with pytest.raises(RuntimeError, match=wrong):
+        logits_of_all_steps(serve(model, "HONEST_ALWAYS", mode, debug=True), seed=6)
 
 
 def test_what_was_captured_is_told_size_by_size(model: Any) -> None:
