@@ -42,7 +42,7 @@ from benchmarks.timing import per_call_us, take_turns
 
 CALLS, REPLAYS, EAGER_CALLS = 10, 5, 30
 """Most calls in one graph, replays of it a round, and calls of an eager loop."""
-GRAPH_US, LOOP_US = 3e3, 2e4
+GRAPH_US, LOOP_US = 1.5e3, 5e3
 """What one of them may take: slow calls are repeated less."""
 POINTS = {"all": GRID, "quick": QUICK, "spread": SPREAD}
 PEERS = {**DIRECT, "cudnn_sdpa": cudnn_sdpa, "torch_varlen": torch_varlen}

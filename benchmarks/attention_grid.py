@@ -104,8 +104,8 @@ _QUICK_WORK = (
     "chunk_512_and_32_decodes",
 )  # fmt: skip
 _SPREAD_WORK = (
-    "decode B1 L32768", "decode B8 L4096", "decode B64 L4096", "decode B256 L512", "prefill 1x8192",
-    "prefill 4x2048", "4 tokens B64 L4096", "chunk_2048_and_64_decodes",
+    "decode B8 L4096", "decode B64 L4096", "decode B256 L512", "prefill 4x2048", "4 tokens B64 L4096",
+    "chunk_2048_and_64_decodes",
 )  # fmt: skip
 GRID = tuple(_grid())
 QUICK = tuple(p for p in GRID if _is_main(p) and p.work in _QUICK_WORK)

@@ -123,9 +123,9 @@ def test_a_cache_is_a_matrix_of_slots(strides: tuple[int, ...], matrix: Matrix |
             assert head * found.head_columns + column < found.columns
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry a launch of the kernel."""
+@pytest.fixture(params=[7, 100_000], ids=["programs take turns", "a program a tile"])
+def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry a launch of the kernel, on a device of so many processors."""
     launches: list[int] = []
     launch: Callable[..., None] = hopper.launch_hopper
 
@@ -134,6 +134,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         launch(*args)
 
     monkeypatch.setattr(hopper, "launch_hopper", counted)
+    monkeypatch.setattr(hopper, "processor_count", lambda device: request.param)
     return launches
 
 

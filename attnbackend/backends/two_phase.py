@@ -132,31 +132,40 @@ class TwoPhaseImpl(AttentionImpl):
 
     def __init__(self, params: AttentionParams) -> None:
         super().__init__(params)
-        self._prefill, self._decode = (_dense_impl(part)(params) for part in self.parts)
+        self._impls = tuple(_dense_impl(part)(params) for part in self.parts)
 
     def forward(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: TwoPhaseMetadata, output: Tensor, tensors: OptionalTensors,
     ) -> None:  # fmt: skip
         phases = attn_metadata.phases
-        prefill, decode = self.parts
+        plans = (phases.prefill, phases.decode)
+        if phases.row is None:
+            part = 0 if phases.decode is None else 1
+            self._run(part, query, key, value, kv_cache, plans[part], output, tensors)
+            return
         row, token = phases.row, phases.token
-        for part, impl, plan, rows, at in (
-            (decode, self._decode, phases.decode, slice(0, row), slice(0, token)),
-            (prefill, self._prefill, phases.prefill, slice(row, None), slice(token, None)),
+        for part, rows, at in (
+            (1, slice(0, row), slice(0, token)),
+            (0, slice(row, None), slice(token, None)),
         ):
-            if plan is None or query[at].shape[0] == 0:
-                continue
-            own = _part_of(tensors, rows, at)
-            keys, values = (None if x is None else x[at] for x in (key, value))
-            impl.forward(query[at], keys, values, kv_cache, plan, output[at], own)
-            if own.lse is not None and part.lse_base is LSEBase.TWO:
-                own.lse.mul_(_LN_2)
+            if query[at].shape[0]:
+                own = _part_of(tensors, rows, at)
+                keys, values = (None if x is None else x[at] for x in (key, value))
+                self._run(part, query[at], keys, values, kv_cache, plans[part], output[at], own)
+
+    def _run(
+        self, part: int, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
+        plan: Any, output: Tensor, tensors: OptionalTensors,
+    ) -> None:  # fmt: skip
+        self._impls[part].forward(query, key, value, kv_cache, plan, output, tensors)
+        if tensors.lse is not None and self.parts[part].lse_base is LSEBase.TWO:
+            tensors.lse.mul_(_LN_2)
 
     def kv_cache_update(
         self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, tensors: OptionalTensors
     ) -> None:
-        self._decode.kv_cache_update(key, value, kv_cache, slot_mapping, tensors)
+        self._impls[1].kv_cache_update(key, value, kv_cache, slot_mapping, tensors)
 
 
 def _dense_impl(part: type[AttentionBackend]) -> type[AttentionImpl]:

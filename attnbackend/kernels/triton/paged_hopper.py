@@ -23,26 +23,66 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .mla_hopper import LANES, LN_2, TILE_COPY, copy_queries, load_block, sync_group
+from .mla_hopper import LN_2, TILE_COPY, copy_queries, load_block, sync_group
 
 M = gl.constexpr(64)
+# Triton 3.6 has a method of a private name.
+_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 ATTEND_REGISTERS, COPY_REGISTERS = 240, 24
 """Of a thread of the second and the third group; what they leave is the first's: as much as the second's."""
 
 
 @gluon.jit
 def find_request(
-    starts_ptr: gl.tensor, tile: gl.tensor, num_requests: gl.tensor, G: gl.constexpr
+    starts_ptr: gl.tensor, tile: gl.tensor, num_requests: gl.tensor, G: gl.constexpr, WARPS: gl.constexpr
 ) -> gl.tuple:
     """(request, first row in it) of a tile; num_requests for tokens past the last request."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     count = 0
-    for first in range(0, num_requests + 1, 128):
-        request = first + gl.arange(0, 128, LANES)
+    for start in range(0, num_requests + 1, 128):
+        request = start + gl.arange(0, 128, LANES)
         inside = request <= num_requests
-        start = gl.load(starts_ptr + request, mask=inside, other=0) * G // (2 * M) + request
-        count += gl.sum((inside & (start <= tile)).to(gl.int32), 0)
+        first = gl.load(starts_ptr + request, mask=inside, other=0) * G // (2 * M) + request
+        count += gl.sum((inside & (first <= tile)).to(gl.int32), 0)
     request = count - 1
     return request, (tile - (gl.load(starts_ptr + request) * G // (2 * M) + request)) * (2 * M)
+
+
+@gluon.jit
+def find_work(
+    turn: gl.tensor, batch: gl.tuple, G: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr
+) -> gl.tuple:
+    """(kv head, place) of this program's work in a turn; no rows where there is none.
+
+    The last tile of a prompt sees the most keys: it comes first. Programs take turns in reversed order, so
+    that each gets about as many keys.
+    """
+    starts_ptr, seq_lens_ptr, num_tokens, num_requests, num_tiles, kv_heads = batch
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    work = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+    exists = work < num_tiles * kv_heads
+    tile = gl.where(exists, num_tiles - 1 - work // kv_heads, 0)
+    request, first = find_request(starts_ptr, tile, num_requests, G, WARPS)
+    real = request < num_requests
+    begin = gl.load(starts_ptr + request)
+    end = gl.load(starts_ptr + request + 1, mask=real, other=0)
+    seq_len = gl.load(seq_lens_ptr + request, mask=real, other=0)
+    tokens = gl.where(exists, gl.where(real, end, num_tokens) - begin, 0)
+    last_token = (gl.minimum(first + 2 * M, tokens * G) - 1) // G
+    top = (gl.maximum(seq_len - tokens + last_token + 1, 0) + N - 1) // N - 1
+    rows = gl.minimum(gl.maximum(tokens * G - first, 0), 2 * M)
+    return work % kv_heads, request, rows, (begin, tokens, first, seq_len, top)
+
+
+@gluon.jit
+def in_pieces(buffers: gl.shared_memory_descriptor, P: gl.constexpr) -> gl.shared_memory_descriptor:
+    """Buffers [STAGES, N, D] as pieces [P, 64], one after the other by stage, columns and keys."""
+    COUNT: gl.constexpr = buffers.shape[0] * (buffers.shape[1] // P) * (buffers.shape[2] // 64)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([P, 64], buffers.dtype)
+    if _IS_PUBLIC:
+        return buffers.reinterpret(buffers.dtype, [COUNT, P, 64], LAYOUT)
+    else:  # noqa: RET505 (Triton wants both branches)
+        return buffers._reinterpret(buffers.dtype, [COUNT, P, 64], LAYOUT)
 
 
 @gluon.jit
@@ -70,12 +110,13 @@ def copy_pages(
     table_ptr: gl.tensor,
     buffers: gl.tuple,
     barriers: gl.tuple,
+    done: gl.tensor,
     top: gl.tensor,
     last_key: gl.tensor,
     strides: gl.tuple,
     S: gl.constexpr,
 ) -> None:
-    """The group that copies, of requests with context."""
+    """Keys from the last to the first, of a request with context; `done` steps were before."""
     _, keys, values = buffers
     k_full, k_free, v_full, v_free = barriers
     k_desc, v_desc = descs
@@ -85,10 +126,9 @@ def copy_pages(
     D: gl.constexpr = keys.shape[2]
     P: gl.constexpr = k_desc.block_shape[0]
     PIECES: gl.constexpr = N // P * (D // 64)
-    k_pieces = keys._reinterpret(keys.dtype, [STAGES * PIECES, P, 64], k_desc.layout)
-    v_pieces = values._reinterpret(values.dtype, [STAGES * PIECES, P, 64], v_desc.layout)
+    k_pieces, v_pieces = in_pieces(keys, P), in_pieces(values, P)
     for i in range(top + 1):
-        stage, phase = i % STAGES, i // STAGES & 1 ^ 1
+        stage, phase = (done + i) % STAGES, (done + i) // STAGES & 1 ^ 1
         k_rows = page_rows(table_ptr, top - i, last_key, k_block, S, P, N)
         v_rows = page_rows(table_ptr, top - i, last_key, v_block, S, P, N)
         mbarrier.wait(k_free.index(stage), phase)
@@ -112,19 +152,20 @@ def copy_own(
     descs: gl.tuple,
     buffers: gl.tuple,
     barriers: gl.tuple,
+    done: gl.tensor,
     top: gl.tensor,
     begin: gl.tensor,
     k_column: gl.tensor,
     v_column: gl.tensor,
 ) -> None:
-    """The group that copies, of requests without context: the keys are the tokens' own from `begin` on."""
+    """As `copy_pages`, of a request without context: the keys are the tokens' own from `begin` on."""
     _, keys, values = buffers
     k_full, k_free, v_full, v_free = barriers
     k_desc, v_desc = descs
     STAGES: gl.constexpr = keys.shape[0]
     N: gl.constexpr = keys.shape[1]
     for i in range(top + 1):
-        stage, phase = i % STAGES, i // STAGES & 1 ^ 1
+        stage, phase = (done + i) % STAGES, (done + i) // STAGES & 1 ^ 1
         row = begin + (top - i) * N
         mbarrier.wait(k_free.index(stage), phase)
         full = k_full.index(stage)
@@ -141,21 +182,36 @@ def copy_keys(
     own_descs: gl.tuple,
     descs: gl.tuple,
     table_ptr: gl.tensor,
+    table_row: gl.tensor,
     buffers: gl.tuple,
     barriers: gl.tuple,
-    place: gl.tuple,
+    batch: gl.tuple,
+    turns: gl.tensor,
     own_columns: gl.tuple,
     strides: gl.tuple,
+    G: gl.constexpr,
     S: gl.constexpr,
 ) -> None:
-    begin, tokens, _, seq_len, top = place
-    if own_descs[0] is None:
-        copy_pages(descs, table_ptr, buffers, barriers, top, seq_len - 1, strides, S)
-    else:
-        if seq_len == tokens:
-            copy_own(own_descs, buffers, barriers, top, begin, own_columns[0], own_columns[1])
-        else:
-            copy_pages(descs, table_ptr, buffers, barriers, top, seq_len - 1, strides, S)
+    """The group that copies."""
+    N: gl.constexpr = buffers[1].shape[1]
+    k_block, k_row, k_column, v_block, v_row, v_column = strides
+    done = 0
+    for turn in range(turns):
+        kv_head, request, rows, place = find_work(turn, batch, G, N, 1)
+        begin, tokens, _, seq_len, top = place
+        if (rows > 0) & (top >= 0):
+            table = table_ptr + request.to(gl.int64) * table_row
+            own = (kv_head * k_row, kv_head * k_column, kv_head * v_row, kv_head * v_column)
+            head_strides = (k_block, own[0], own[1], v_block, own[2], own[3])
+            if own_descs[0] is None:
+                copy_pages(descs, table, buffers, barriers, done, top, seq_len - 1, head_strides, S)
+            else:
+                if seq_len == tokens:
+                    columns = (kv_head * own_columns[0], kv_head * own_columns[1])
+                    copy_own(own_descs, buffers, barriers, done, top, begin, columns[0], columns[1])
+                else:
+                    copy_pages(descs, table, buffers, barriers, done, top, seq_len - 1, head_strides, S)
+            done += top + 1
 
 
 @gluon.jit
@@ -218,6 +274,7 @@ def attend_steps(
     query: gl.shared_memory_descriptor,
     buffers: gl.tuple,
     barriers: gl.tuple,
+    done: gl.tensor,
     begin: gl.tensor,
     end: gl.tensor,
     top: gl.tensor,
@@ -233,10 +290,11 @@ def attend_steps(
     VALUE: gl.constexpr = acc.type.layout
     WEIGHT: gl.constexpr = weights.type.layout
     for i in range(begin, end):
-        stage, before = i % STAGES, (i - 1) % STAGES
-        mbarrier.wait(k_full.index(stage), i // STAGES & 1)
+        stage, before = (done + i) % STAGES, (done + i - 1) % STAGES
+        phase = (done + i - 1) // STAGES & 1
+        mbarrier.wait(k_full.index(stage), (done + i) // STAGES & 1)
         scores = start_scores(query, keys.index(stage))
-        mbarrier.wait(v_full.index(before), (i - 1) // STAGES & 1)
+        mbarrier.wait(v_full.index(before), phase)
         acc = warpgroup_mma(weights, values.index(before), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         release(k_free.index(stage))
@@ -246,7 +304,7 @@ def attend_steps(
         following = gl.convert_layout(new.to(keys.dtype), WEIGHT)
         # This wait is over already. ptxas moves no softmax behind it, as it does behind the next one: the
         # softmax is to run beside the product.
-        mbarrier.wait(v_full.index(before), (i - 1) // STAGES & 1)
+        mbarrier.wait(v_full.index(before), phase)
         acc, following = warpgroup_mma_wait(0, deps=[acc, following])
         release(v_free.index(before))
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, VALUE))[:, None]
@@ -260,16 +318,43 @@ def attend(
     buffers: gl.tuple,
     barriers: gl.tuple,
     results: gl.tuple,
+    batch: gl.tuple,
+    turns: gl.tensor,
+    scale: gl.tensor,
+    G: gl.constexpr,
+    PART: gl.constexpr,
+) -> None:
+    """A group that computes: rows of each tile from PART * M on."""
+    N: gl.constexpr = buffers[1].shape[1]
+    done = 0
+    for turn in range(turns):
+        kv_head, _, rows, place = find_work(turn, batch, G, N, 4)
+        top = place[4]
+        if rows > 0:
+            if top >= 0:
+                attend_tile(queries, buffers, barriers, results, place, done, scale, kv_head, G, PART)
+                done += top + 1
+            else:
+                store_nothing(results, place, kv_head, G, buffers[1].shape[2], PART)
+
+
+@gluon.jit
+def attend_tile(
+    queries: gl.tuple,
+    buffers: gl.tuple,
+    barriers: gl.tuple,
+    results: gl.tuple,
     place: gl.tuple,
+    done: gl.tensor,
     scale: gl.tensor,
     kv_head: gl.tensor,
     G: gl.constexpr,
     PART: gl.constexpr,
 ) -> None:
-    """A group that computes: rows of the tile from PART * M on."""
+    """One tile; `done` steps were before."""
     q_ptr, q_token, q_head = queries
     query, keys, values = buffers
-    k_full, k_free, v_full, _ = barriers
+    k_full, k_free, v_full, v_free = barriers
     begin, tokens, first, seq_len, top = place
     STAGES: gl.constexpr = keys.shape[0]
     N: gl.constexpr = keys.shape[1]
@@ -289,39 +374,38 @@ def attend(
     end_key = gl.where(keep, context + token + 1, 0)
     all_see = gl.maximum(context + first // G + 1, 0)
     masked = gl.minimum(gl.maximum(top + 1 - all_see // N, 1), top + 1)
+    # The output of the tile before was read from there.
+    sync_group()
     copy_queries(query, q_ptr, token64 * q_token + head64 * q_head, keep)
     fence_async_shared()
     sync_group()
     row_max = gl.full([M], float("-inf"), gl.float32, ROW)
     row_sum = gl.zeros([M], gl.float32, ROW)
     acc = gl.zeros([M, D], gl.float32, VALUE)
-    mbarrier.wait(k_full.index(0), 0)
-    scores = warpgroup_mma(
-        query,
-        keys.index(0).permute((1, 0)),
-        gl.zeros([M, N], gl.float32, SCORE),
-        use_acc=False,
-        is_async=True,
-    )
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    release(k_free.index(0))
+    stage, phase = done % STAGES, done // STAGES & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    scores = warpgroup_mma_wait(0, deps=[start_scores(query, keys.index(stage))])
+    release(k_free.index(stage))
     if seq_len < (top + 1) * N:
         # Both groups do: they write the same.
-        mbarrier.wait(v_full.index(0), 0)
-        clear_behind(values.index(0), seq_len - top * N)
+        mbarrier.wait(v_full.index(stage), phase)
+        clear_behind(values.index(stage), seq_len - top * N)
         fence_async_shared()
         sync_group()
     new, row_max, row_sum, _ = softmax_step(scores, row_max, row_sum, top * N, end_key, scale, True)
     weights = gl.convert_layout(new.to(dtype), WEIGHT)
     acc, weights, row_max, row_sum = attend_steps(
-        acc, weights, row_max, row_sum, query, buffers, barriers, 1, masked, top, end_key, scale, True
-    )  # fmt: skip
+        acc, weights, row_max, row_sum, query, buffers, barriers, done, 1, masked, top, end_key, scale, True
+    )
     acc, weights, row_max, row_sum = attend_steps(
-        acc, weights, row_max, row_sum, query, buffers, barriers, masked, top + 1, top, end_key, scale, False
+        acc, weights, row_max, row_sum, query, buffers, barriers, done, masked, top + 1, top, end_key, scale,
+        False,
     )  # fmt: skip
-    mbarrier.wait(v_full.index(top % STAGES), top // STAGES & 1)
-    acc = warpgroup_mma(weights, values.index(top % STAGES), acc, is_async=True)
+    stage, phase = (done + top) % STAGES, (done + top) // STAGES & 1
+    mbarrier.wait(v_full.index(stage), phase)
+    acc = warpgroup_mma(weights, values.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
+    release(v_free.index(stage))
     total = gl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, VALUE))[:, None]
     store_output(acc, query, results, token64, head64, keep)
@@ -369,25 +453,36 @@ def store_lse(
 
 @gluon.jit
 def store_nothing(
-    results: gl.tuple, place: gl.tuple, kv_head: gl.tensor, G: gl.constexpr, D: gl.constexpr
-) -> None:
+    results: gl.tuple, place: gl.tuple, kv_head: gl.tensor, G: gl.constexpr, D: gl.constexpr,
+    PART: gl.constexpr,
+) -> None:  # fmt: skip
     """What rows without keys give."""
     out_ptr, _, out_token, out_head, _, _ = results
     begin, tokens, first, _, _ = place
     column = gl.arange(0, 64, gl.SliceLayout(0, TILE_COPY))
-    row = first + gl.arange(0, 2 * M, gl.SliceLayout(1, TILE_COPY))
+    row = first + PART * M + gl.arange(0, M, gl.SliceLayout(1, TILE_COPY))
     token, head64 = row // G, (kv_head * G + row % G).to(gl.int64)
     token64, keep = (begin + token).to(gl.int64), token < tokens
-    zeros = gl.zeros([2 * M, 64], out_ptr.dtype.element_ty, TILE_COPY)
+    zeros = gl.zeros([M, 64], out_ptr.dtype.element_ty, TILE_COPY)
     for first_column in gl.static_range(0, D, 64):
         rows = out_ptr + (token64 * out_token + head64 * out_head)[:, None]
         gl.store(rows + (first_column + column)[None, :], zeros, mask=keep[:, None])
-    row_sum = gl.zeros([2 * M], gl.float32, gl.SliceLayout(1, TILE_COPY))
+    row_sum = gl.zeros([M], gl.float32, gl.SliceLayout(1, TILE_COPY))
     store_lse(results, row_sum, row_sum, token64, head64, keep)
 
 
 @gluon.jit(
-    do_not_specialize=["num_tokens", "num_requests", "k_block", "v_block", "k_row", "v_row", "table_row"],
+    do_not_specialize=[
+        "num_tokens",
+        "num_requests",
+        "num_tiles",
+        "kv_heads",
+        "k_block",
+        "v_block",
+        "k_row",
+        "v_row",
+        "table_row",
+    ],
     do_not_specialize_on_alignment=["lse_ptr", "starts_ptr", "seq_lens_ptr", "table_ptr"],
 )
 def paged_hopper_kernel(
@@ -419,6 +514,8 @@ def paged_hopper_kernel(
     new_v_column: gl.tensor,
     num_tokens: gl.tensor,
     num_requests: gl.tensor,
+    num_tiles: gl.tensor,
+    kv_heads: gl.tensor,
     G: gl.constexpr,
     S: gl.constexpr,
     D: gl.constexpr,
@@ -431,25 +528,6 @@ def paged_hopper_kernel(
     """k_desc, v_desc: a side of the cache as a matrix, in pieces of pages [P, 64]; new_k_desc, new_v_desc:
     the tokens' own, in blocks [N, D], or None. A kv head begins `row` rows and `column` columns after the one
     before it, a block `block` rows."""
-    # The last tile of a prompt sees the most keys: it starts first.
-    tile = gl.num_programs(0) - 1 - gl.program_id(0)
-    kv_head = gl.program_id(1)
-    request, first = find_request(starts_ptr, tile, num_requests, G)
-    real = request < num_requests
-    begin = gl.load(starts_ptr + request)
-    end = gl.load(starts_ptr + request + 1, mask=real, other=0)
-    seq_len = gl.load(seq_lens_ptr + request, mask=real, other=0)
-    tokens = gl.where(real, end, num_tokens) - begin
-    if first >= tokens * G:
-        return
-    last_token = (gl.minimum(first + 2 * M, tokens * G) - 1) // G
-    top = (gl.maximum(seq_len - tokens + last_token + 1, 0) + N - 1) // N - 1
-    place = (begin, tokens, first, seq_len, top)
-    results = (out_ptr, lse_ptr, out_token, out_head, lse_token, lse_head)
-    if top < 0:
-        store_nothing(results, place, kv_head, G, D)
-        return
-
     dtype: gl.constexpr = k_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
     buffers = (
@@ -468,19 +546,20 @@ def paged_hopper_kernel(
         mbarrier.init(v_free.index(stage), count=2)
     sync_group()
     barriers = (k_full, k_free, v_full, v_free)
+    batch = (starts_ptr, seq_lens_ptr, num_tokens, num_requests, num_tiles, kv_heads)
+    turns = (num_tiles * kv_heads + gl.num_programs(0) - 1) // gl.num_programs(0)
     queries = (q_ptr, q_token, q_head)
-    table_ptr += request.to(gl.int64) * table_row
-    strides = (k_block, kv_head * k_row, kv_head * k_column, v_block, kv_head * v_row, kv_head * v_column)
-    new_columns = (kv_head * new_k_column, kv_head * new_v_column)
+    results = (out_ptr, lse_ptr, out_token, out_head, lse_token, lse_head)
     gl.warp_specialize(
         [
-            (attend, (queries, buffers, barriers, results, place, scale, kv_head, G, 0)),
-            (attend, (queries, buffers, barriers, results, place, scale, kv_head, G, 1)),
+            (attend, (queries, buffers, barriers, results, batch, turns, scale, G, 0)),
+            (attend, (queries, buffers, barriers, results, batch, turns, scale, G, 1)),
             (
                 copy_keys,
                 (
-                    (new_k_desc, new_v_desc), (k_desc, v_desc), table_ptr, buffers, barriers, place,
-                    new_columns, strides, S,
+                    (new_k_desc, new_v_desc), (k_desc, v_desc), table_ptr, table_row, buffers, barriers,
+                    batch, turns, (new_k_column, new_v_column),
+                    (k_block, k_row, k_column, v_block, v_row, v_column), G, S,
                 ),
             ),
         ],

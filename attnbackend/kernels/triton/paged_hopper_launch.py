@@ -13,6 +13,7 @@ import torch
 
 from .launch import Launch, OwnTokens
 from .mla_hopper_launch import LOG2_E, device_problem
+from .splits import processor_count
 
 KEYS = {64: 128, 128: 128, 256: 64}
 """Head size -> keys of a step: what accumulators and two steps of buffers leave room for."""
@@ -136,10 +137,11 @@ def launch_hopper(launch: Launch, own: OwnTokens) -> None:
         own_descs = _descriptors(new, (own.key, own.value), [KEYS[size], size], whole)
     columns = (0, 0) if new is None else (new.key.head_columns, new.value.head_columns)
     tiles = launch.tokens * group // ROWS + launch.rows + 1
-    paged_hopper_kernel[(tiles, launch.kv_heads)](
+    programs = min(tiles * launch.kv_heads, processor_count(query.device))
+    paged_hopper_kernel[(programs,)](
         *cache, *own_descs, query, output, lse, starts, lens, table, launch.numbers[0] * LOG2_E,
         *query.stride()[:2], *output.stride()[:2], *((0, 0) if lse is None else lse.stride()),
         table.stride(0), *sides.key[3:], *sides.value[3:], *columns, launch.tokens, launch.rows,
-        G=group, S=block_size, D=size, N=KEYS[size], STAGES=STAGES, LAYOUT=whole,
+        tiles, launch.kv_heads, G=group, S=block_size, D=size, N=KEYS[size], STAGES=STAGES, LAYOUT=whole,
         ATTEND_REGS=ATTEND_REGISTERS, COPY_REGS=COPY_REGISTERS, num_warps=4,
     )  # fmt: skip
