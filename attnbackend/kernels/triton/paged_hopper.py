@@ -1,6 +1,7 @@
 """Prompts on Hopper GPUs (compute capability 9), in Gluon: paged attention of many query tokens a request.
 
-A program takes 128 rows, the query heads of one kv head of consecutive tokens, in three groups of warps:
+A tile is 128 rows, the query heads of one kv head of consecutive tokens. There is a program for each
+multiprocessor, and programs take tiles by turns, in three groups of warps:
 
 - one copies keys and values to shared memory (TMA), up to two steps ahead of their use: from pages, or
   for requests without context from the new tokens' own, which lie one after the other;
