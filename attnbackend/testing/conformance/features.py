@@ -94,6 +94,8 @@ def claimed_features(backend: type[AttentionBackend]) -> Iterator[Feature]:
     if KVCacheLayout.HND in backend.supported_layouts:
         yield Feature("hnd", "layout", {"layout": "HND"})
         yield Feature("hnd_layers_interleaved", "layout", {"layout": "HND", "num_layers": 2})
+    if KVCacheLayout.NHD in backend.supported_layouts[1:]:
+        yield Feature("nhd", "layout", {"layout": "NHD"})
     yield from _sizes(backend)
     yield from _types(backend)
     yield from paired_features(backend)
