@@ -69,7 +69,7 @@ def test_the_same_call_on_other_data_is_found(calls: Calls) -> None:
         {"logits_soft_cap": 9.0}, {"lse": torch.empty(2, 4)}, {"sinks": torch.zeros(4)},
         {"key": torch.zeros(2, 2, 32), "value": torch.zeros(2, 2, 32)},
     ],
-    ids=str,
+    ids=lambda changes: ", ".join(changes),
 )  # fmt: skip
 def test_another_call_is_not(calls: Calls, changes: dict[str, Any]) -> None:
     bind._RECENT.forget()
