@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from toy_models import Stack, caches, make_stack, random_batch, reset_caches
@@ -9,6 +15,7 @@ from toy_models import Stack, caches, make_stack, random_batch, reset_caches
 import attnbackend
 from attnbackend import compile_layers
 from attnbackend._torch_compat import cache_key
+from attnbackend.ops.library import ops_fingerprint
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -143,7 +150,6 @@ def test_compile_caches_depend_on_schemas_fakes_and_passes() -> None:
     import torch.compiler.config as config
 
     from attnbackend.fx_passes import PassManager, SelectBackend
-    from attnbackend.ops.library import ops_fingerprint
 
     assert ops_fingerprint() in config.cache_key_tag
     automatic, named = PassManager([SelectBackend()]), PassManager([SelectBackend("TORCH_SDPA")])
@@ -152,6 +158,24 @@ def test_compile_caches_depend_on_schemas_fakes_and_passes() -> None:
     with cache_key(automatic.uuid()):
         assert automatic.uuid() in config.cache_key_tag
     assert config.cache_key_tag == before
+
+
+def test_a_changed_fake_changes_the_key_of_another_process_s_caches(tmp_path: Path) -> None:
+    """What a changed key does: `test_a_changed_cache_key_keeps_an_old_artefact_from_being_served`."""
+    package = Path(attnbackend.__file__).parent
+    changed = tmp_path / "attnbackend"
+    shutil.copytree(package, changed, ignore=shutil.ignore_patterns("__pycache__"))
+    with (changed / "ops" / "rope_write.py").open("a") as source:
+        source.write("# a fake that checks something else\n")
+    program = "from attnbackend.ops.library import ops_fingerprint; print(ops_fingerprint())"
+    keys = [
+        subprocess.run(
+            [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(root)}, cwd=root,
+            check=True, capture_output=True, text=True,
+        ).stdout
+        for root in (package.parent, tmp_path)
+    ]  # fmt: skip
+    assert keys[0].strip() == ops_fingerprint() != keys[1].strip()
 
 
 def test_training_is_refused_with_the_remedy() -> None:
