@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from toy_models import make_stack, random_batch
 
+import attnbackend
 from attnbackend.fx_passes import (
     GraphPass,
     PassManager,
@@ -276,6 +277,50 @@ def test_copies_that_somebody_could_miss_stay(function: Callable[..., Any]) -> N
     both = [UndoFunctionalization(TABLE), RemoveNoOps()]
     seen = check(function, both, torch.rand(3, 3), torch.rand(3, 3))
     assert not seen[1].changes
+
+
+def written_by_out(x: Tensor) -> Tensor:
+    copy = x.clone()
+    torch.add(torch.ones(3, 3), 1, out=copy)
+    return copy + x
+
+
+def written_by_option(x: Tensor) -> Tensor:
+    copy = x.clone()
+    torch.nn.functional.relu(copy, inplace=True)
+    return copy + x
+
+
+def written_in_a_list(x: Tensor) -> Tensor:
+    copy = x.clone()
+    torch._foreach_mul_([copy], 2.0)
+    return copy + x
+
+
+def view_of_a_copy(x: Tensor) -> Tensor:
+    return x.clone().view(9)
+
+
+@pytest.mark.parametrize("function", [written_by_out, written_by_option, written_in_a_list, view_of_a_copy])
+def test_copies_of_a_model_s_own_stay(function: Callable[[Tensor], Tensor]) -> None:
+    """In Dynamo's graph, where writes have many spellings; what is returned is not the caller's input."""
+    compiled: Any = attnbackend.compile(function, passes=[RemoveNoOps()], compiler="eager", fullgraph=True)
+    x = torch.randn(3, 3)
+    before = x.clone()
+    result = compiled(x)
+    torch.testing.assert_close(result, function(before))
+    result.zero_()
+    assert torch.equal(x, before)
+    assert not compiled.attnbackend_compiler.reports[0].changes
+
+
+def test_what_keeps_gradients_away_stays() -> None:
+    x = torch.ones(3, requires_grad=True)
+    step: Any = attnbackend.compile(
+        lambda x: (x.detach() * x).sum(), passes=[RemoveNoOps()], compiler="aot_eager"
+    )
+    step(x).backward()
+    assert torch.equal(x.grad, torch.ones(3))  # type: ignore[arg-type]
 
 
 def random_program(seed: int) -> Callable[..., Any]:

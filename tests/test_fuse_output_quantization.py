@@ -24,9 +24,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def attend(q: Tensor, cache: Tensor, **options: Any) -> Tensor:
+def attend(q: Tensor, cache: Tensor, out: Tensor | None = None, **options: Any) -> Tensor:
     """Two requests of three and one tokens, one token of padding; zeros there."""
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     ints = {"dtype": torch.int32, "device": q.device}
     starts, lens = torch.tensor([0, 3, 4], **ints), torch.tensor([20, 9], **ints)
     table = torch.tensor([[1, 2], [3, 0]], **ints)
@@ -261,7 +261,45 @@ def another_dimension(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
     return to_float8(groups / (groups.abs().amax(1, keepdim=True) / 448.0))
 
 
+def rounded(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    return to_float8(torch.div(attend(q, cache), scale, rounding_mode="floor"))
+
+
+def whole_numbers(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    return (attend(q, cache) / scale).to(torch.int32).clamp(-448.0, 448.0).to(E4M3)
+
+
+def scale_written(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    scale = scale + 0
+    out = attend(q, cache)
+    scale.mul_(2)
+    return to_float8(out / scale)
+
+
+def read_as_another_view(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
+    buffer = torch.zeros(T, H * D)
+    attend(q, cache, out=buffer.view(T, H, D))
+    return to_float8(buffer / scale), buffer.sum()
+
+
+def read_behind_a_view(q: Tensor, cache: Tensor, scale: Tensor) -> Any:
+    buffer = torch.zeros(T, H * D)
+    out = attend(q, cache, out=buffer.view(T, H, D))
+    return to_float8(out / scale), buffer.sum()
+
+
+def written_to_the_caller_s(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    """An input's memory, which the caller still has."""
+    return to_float8(attend(scale * torch.ones(T, H, D), cache, out=q) / scale)
+
+
 LEFT: dict[Step, str] = {
+    rounded: "is div, no step of a quantisation",
+    whole_numbers: "converts to torch.int32",
+    scale_written: "mul_ changes the scale",
+    read_as_another_view: "is read by nobody",
+    read_behind_a_view: "reads its output too",
+    written_to_the_caller_s: "which outlives the graph",
     floor_under_the_scales: "puts 0.5 under the scales",
     other_divisor: "scales are magnitudes by 240, not by 448",
     groups_across_heads: "do not follow each other in a token",

@@ -206,6 +206,7 @@ APART = {
     "a write through a view": lambda x, a, b: linear(x, a) + linear(through_a_view(x), b),
     "a write by out=": lambda x, a, b: linear(x, a) + linear(out_of_an_op(x), b),
     "a bias on one side": lambda x, a, b: linear(x, a) + linear(x, b, b[:, 0]),
+    "biases, one of which is computed": lambda x, a, b: linear(x, a, a[:, 0]) + linear(x, b, b[:, 0] * 2),
     "a weight that is computed": lambda x, a, b: linear(x, a) + linear(x, a + b),
 }
 

@@ -188,6 +188,21 @@ def test_a_pass_that_harms_a_cache_is_found_out(damage: Callable[[torch.fx.Graph
         PassManager([Vandal(damage)]).run(exported(num_layers=2).graph_module)
 
 
+def test_harm_that_a_pass_does_not_report_is_found_out() -> None:
+    class Silent(Vandal):
+        def run(self, graph_module: torch.fx.GraphModule) -> PassReport:
+            super().run(graph_module)
+            return PassReport(self.name)
+
+    with pytest.raises(CacheOrderError):
+        PassManager([Silent(drop)]).run(exported().graph_module)
+
+
+def test_a_pass_typed_at_a_prompt_has_a_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Named, "__module__", "builtins")
+    assert "Named of process" in Named("typed", Stage.CLEAN, []).fingerprint()
+
+
 def skip_the_write(graph: torch.fx.Graph) -> None:
     """The reader gets the cache as it was before the write."""
     write, reader = writes(graph)[0], readers(graph)[0]

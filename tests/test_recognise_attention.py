@@ -209,6 +209,35 @@ def heads_repeated_in_turn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
+def masked_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = q @ k.transpose(2, 3)
+    logits.masked_fill_(torch.triu(torch.ones(6, 6), diagonal=1).bool(), float("-inf"))
+    return logits.softmax(-1) @ v
+
+
+def mask_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    hidden = torch.triu(torch.ones(6, 6), diagonal=1).bool()
+    hidden[3:, 1] = True
+    return (q @ k.transpose(2, 3)).masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+def weights_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.transpose(2, 3)).softmax(-1)
+    torch.mul(weights, 0.5, out=weights)
+    return weights @ v
+
+
+def source_of_repeated_keys_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k = k + 0
+    wide = repeat_kv(k)
+    k.zero_()
+    return F.scaled_dot_product_attention(q, wide, repeat_kv(v))
+
+
+def rounded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.div(q @ k.transpose(2, 3), 5.0, rounding_mode="floor").softmax(-1) @ v
+
+
 LEFT: dict[Attention, tuple[dict[str, int], str]] = {
     masked: ({}, "a tensor, whose contents are not known"),
     causal_from_the_top_left: ({"keys": 9}, "causal from the top left over 6 queries and 9 keys"),
@@ -219,6 +248,11 @@ LEFT: dict[Attention, tuple[dict[str, int], str]] = {
     keys_of_one_row: ({}, "are not one for one, or not 2 rows"),
     whole_numbers: ({}, "is to where a product"),
     biased: ({}, "is add where a product"),
+    masked_in_place: ({}, "masked_fill_ writes in place"),
+    mask_written: ({}, "setitem writes in place"),
+    weights_written: ({}, "writes in place"),
+    source_of_repeated_keys_written: ({"kv_heads": K}, "zero_ writes in place"),
+    rounded: ({}, "div where a product"),
     two_caps: ({}, "caps by 2.0 what was divided by 3.0"),
 }
 
@@ -228,6 +262,27 @@ def test_forms_that_are_left_alone_with_the_reason(function: Attention) -> None:
     sizes, reason = LEFT[function]
     report = check(function, tensors(**sizes), recognised=False)
     assert re.search(re.escape(reason), report), report
+
+
+def through_float8(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(2, 3)).softmax(-1).to(torch.float8_e4m3fn).to(q.dtype) @ v
+
+
+def products_by_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.matmul(input=(q @ k.transpose(2, 3)).softmax(-1), other=v)
+
+
+@pytest.mark.parametrize("function", [through_float8, products_by_name])
+def test_what_is_no_candidate_keeps_its_meaning(function: Attention) -> None:
+    check(function, tensors(), recognised=False)
+
+
+def test_a_reshape_that_repeats_no_heads_is_kept() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x[:, :, None].expand(2, K, 3, 4, D).reshape(2, H, 6, D) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    check(function, tensors(keys=4, kv_heads=K), recognised=True)
 
 
 def test_heads_repeated_in_turn_keep_their_meaning() -> None:

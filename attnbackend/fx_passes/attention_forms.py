@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attnbackend._torch_compat import same_size
-from attnbackend.fx_passes.forms import NoMatch, argument, name_of, operands, past_casts, shape_of
+from attnbackend.fx_passes.forms import NoMatch, argument, name_of, operands, past_casts, rounds, shape_of
 from attnbackend.fx_passes.nodes import tensor_of
 
 __all__ = ["AttentionForm", "is_candidate", "match_attention"]
@@ -38,7 +38,9 @@ def is_candidate(node: Node) -> bool:
     """Whether a node may be the end of attention: worth a match, or a reason why not."""
     if name_of(node) in ("scaled_dot_product_attention", "flex_attention"):
         return True
-    return name_of(node) in _MATMULS and name_of(_past_dropout(node.args[0])) in ("softmax", "_softmax")
+    if name_of(node) not in _MATMULS or len(node.args) != 2:
+        return False
+    return name_of(_past_dropout(node.args[0])) in ("softmax", "_softmax")
 
 
 def match_attention(node: Node, graph_module: GraphModule) -> AttentionForm:
@@ -120,6 +122,10 @@ def _unrepeated(node: Node) -> Node:
         return node
     b, k, length, size = shape_of(source)
     wanted = (b, k, 1, length, size)
+    if len(shape_of(node)) != 4 or not all(
+        same_size(shape_of(node)[i], x) for i, x in ((2, length), (3, size))
+    ):
+        return node
     is_repeat = all(same_size(x, y) for x, y in zip(shape_of(narrow), wanted, strict=True)) and all(
         same_size(shape_of(wide)[i], wanted[i]) for i in (0, 1, 3, 4)
     )
@@ -128,7 +134,7 @@ def _unrepeated(node: Node) -> Node:
 
 def _match_by_hand(node: Node) -> AttentionForm:
     weights, value = _past_dropout(node.args[0]), node.args[1]
-    logits, dim = weights.args[0], argument(weights, 1, "dim")
+    logits, dim = argument(weights, 0, "input"), argument(weights, 1, "dim")
     rank = len(shape_of(weights))
     if not isinstance(dim, int) or dim % rank != rank - 1:
         raise NoMatch(f"{weights} is a softmax over dimension {dim}, not over the keys")
@@ -158,7 +164,7 @@ def _causal(logits: Any) -> tuple[Any, bool]:
     """Past a mask that hides what comes after, above the diagonal, which the graph itself makes."""
     logits = _past_dropout(logits)
     if name_of(logits) == "masked_fill":
-        hidden, fill = logits.args[1], logits.args[2]
+        hidden, fill = argument(logits, 1, "mask"), argument(logits, 2, "value")
         if not (isinstance(fill, float) and fill == -math.inf):
             raise NoMatch(
                 f"{logits} hides keys by {fill}, which gives rows without keys a mean; -inf is wanted"
@@ -189,7 +195,7 @@ def _soft_cap(logits: Any) -> tuple[Any, float]:
             source, divisor = operands(_past_dropout(inner.args[0]), _either(inner.args[0], "div", "truediv"))
             if divisor != cap:
                 raise NoMatch(f"{logits} caps by {cap} what was divided by {divisor}")
-            return source, float(cap)
+            return source, abs(float(cap))
     return logits, 0.0
 
 
@@ -225,7 +231,7 @@ def _factor(node: Any) -> tuple[Any, float]:
     """Past a product with a number, or a quotient by one."""
     if name_of(node) == "mul" and (found := _number_and_other(node)):
         return found[0][0], float(found[0][1])
-    if name_of(node) in ("div", "truediv") and isinstance(node.args[1], (int, float)):
+    if name_of(node) in ("div", "truediv") and not rounds(node) and isinstance(node.args[1], (int, float)):
         return node.args[0], 1.0 / node.args[1]
     return node, 1.0
 

@@ -110,7 +110,10 @@ class GraphPass(ABC):
 
     def fingerprint(self) -> str:
         """What compiled code depends on: by default the pass's source file and the instance's fields."""
-        source = inspect.getsource(sys.modules[type(self).__module__])
+        try:
+            source = inspect.getsource(sys.modules[type(self).__module__])
+        except (OSError, TypeError):  # typed at a prompt
+            source = f"{type(self).__qualname__} of process {_PROCESS}"
         fields = sorted((name, _stable(value)) for name, value in vars(self).items())
         return f"{source}{fields}"
 

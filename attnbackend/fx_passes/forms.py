@@ -20,6 +20,7 @@ __all__ = [
     "name_of",
     "operands",
     "past_casts",
+    "rounds",
     "same_memory",
     "shape_of",
     "view_source",
@@ -54,12 +55,16 @@ def shape_of(node: Any) -> Sequence[Any]:
 
 
 def past_casts(node: Any) -> Any:
-    """Past conversions between floating-point types, which round at most."""
-    while name_of(node) in _CASTS and tensor_of(node).dtype.is_floating_point:
-        if not isinstance(node.args[0], Node) or not tensor_of(node.args[0]).dtype.is_floating_point:
-            break
+    """Past conversions between floating-point types of 16 bits or more, which round at most."""
+    while name_of(node) in _CASTS and _is_wide(node) and _is_wide(node.args[0]):
         node = node.args[0]
     return node
+
+
+def _is_wide(node: Any) -> bool:
+    """Whether a value is of a floating-point type of 16 bits or more: a narrower one does more than round."""
+    dtype = tensor_of(node).dtype if isinstance(node, Node) else torch.int32
+    return bool(dtype.is_floating_point) and dtype.itemsize > 1
 
 
 _CASTS = ("to", "_to_copy", "float", "type_as", "convert_element_type")
@@ -71,9 +76,15 @@ def operands(node: Any, name: str) -> tuple[Any, Any]:
     Raises:
         NoMatch: the node is another call, or has a factor besides.
     """
-    if name_of(node) != name or len(node.args) != 2 or node.kwargs.get("alpha", 1) != 1:
+    is_plain = isinstance(node, Node) and len(node.args) == 2 and not rounds(node)
+    if name_of(node) != name or not is_plain or node.kwargs.get("alpha", 1) != 1:
         raise NoMatch(f"{node} is {name_of(node) or 'no call'} where {name} is looked for")
     return node.args[0], node.args[1]
+
+
+def rounds(node: Node) -> bool:
+    """Whether a quotient is rounded to a whole number."""
+    return node.kwargs.get("rounding_mode") is not None
 
 
 class Viewed(NamedTuple):

@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
 from attnbackend.fx_passes.edits import emit, emit_again, remove_unused
 from attnbackend.fx_passes.forms import ASSERTION, NoMatch, name_of, shape_of
+from attnbackend.fx_passes.memory import Memory
 from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
 from attnbackend.fx_passes.quantization_forms import Quantization, match_quantization
 from attnbackend.fx_passes.retarget import OpSite
@@ -31,10 +32,10 @@ class FuseOutputQuantization(GraphPass):
     the op's ``output_block_scale``, which also gives the scales; a group of zeros then has the scale 0,
     whatever guarded its division before.
 
-    Left alone, with the reason: an output that somebody else reads, or whose LSE is asked for, since partial
-    results are merged before they are quantised; a cast without the clamp that saturates; a given scale that
-    is not one float32 number, or is computed after the attention; a backend that does not claim quantised
-    outputs.
+    Left alone, with the reason: an output that somebody else reads, or that lies in the caller's memory, or
+    whose LSE is asked for, since partial results are merged before they are quantised; a cast without the
+    clamp that saturates; a given scale that is not one float32 number, or is computed or written after the
+    attention; a backend that does not claim quantised outputs.
 
     Args:
         in_kernel_only: leave backends alone whose ops quantise after their kernel, which saves nothing.
@@ -51,6 +52,7 @@ class FuseOutputQuantization(GraphPass):
         for op in [op for op in find_ops(graph) if role_of(op.op) is ATTENTION]:
             try:
                 found = _match(op)
+                _check_memory(Memory(graph_module), op, found)
                 _check_backend(op, found, self.in_kernel_only)
             except NoMatch as no:
                 misses.append(NearMiss(op.node.name, _WHAT, (str(no),)))
@@ -72,6 +74,22 @@ def _match(op: OpNode) -> Quantization:
     found = match_quantization(given["output"], op.node)
     _check_groups(op, found) if found.group else _check_scale(op, found)
     return found
+
+
+def _check_memory(memory: Memory, op: OpNode, found: Quantization) -> None:
+    """Whether nobody but the quantisation reads what the op writes, and the scale stays what it was."""
+    output: Node = op.arguments()["output"]
+    key, steps = memory.key(output), _steps(found, output, op.node)
+    after = False
+    for node in op.node.graph.nodes:
+        if memory.key(node) == key and node.op in ("placeholder", "get_attr"):
+            raise NoMatch(f"its output {output} lies in {node}, which outlives the graph")
+        reads = any(memory.key(value) == key for value in node.all_input_nodes)
+        if after and reads and node not in steps and not memory.hands_on(node):
+            raise NoMatch(f"{node} reads its output too")
+        after = after or node is op.node
+    if not found.group and (write := memory.first_write(op.node, found.end, [found.scale])):
+        raise NoMatch(f"{write} changes the scale {found.scale} after the attention")
 
 
 def _check_scale(op: OpNode, found: Quantization) -> None:

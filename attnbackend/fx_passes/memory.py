@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,6 +32,16 @@ class Memory:
 
     def version(self, node: Any) -> int:
         return self._versions.get(node, 0) + self.plain_writes[self.key(node)]
+
+    def first_write(self, first: Node, last: Node, values: Iterable[Node]) -> Node | None:
+        """A call from ``first`` to ``last``, itself left out, that writes what a value stands for."""
+        keys = {self.key(value) for value in values}
+        node = first
+        while node is not last:
+            if any(self.key(written) in keys for written in written_by(node)):
+                return node
+            node = node.next
+        return None
 
     def hands_on(self, node: Node) -> bool:
         """Whether the node does no more than to pass memory on: a view, an element of a tuple."""

@@ -20,6 +20,7 @@ __all__ = ["MergeLinears"]
 class MergeLinears(GraphPass):
     """Joins calls of ``F.linear`` on one input, of one dtype, all with a bias or all without.
 
+    Weights and biases must be inputs of the graph, not computed in it.
     It runs on Dynamo's graph, for models whose weights `layers.merge_linears` laid together; where they do
     not lie so the answer is the same, at the cost of a copy. Calls with a write of any memory between them
     are left alone: it may be of their input.
@@ -40,9 +41,13 @@ def _siblings(graph: Graph) -> list[list[Node]]:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is F.linear:
             x, weight, bias = _arguments(node)
-            if isinstance(weight, Node) and weight.op in ("placeholder", "get_attr"):
+            if _is_given(weight) and (bias is None or _is_given(bias)):
                 groups.setdefault((x, tensor_of(weight).dtype, bias is None), []).append(node)
     return [nodes for nodes in groups.values() if len(nodes) > 1 and not _has_writes_between(nodes)]
+
+
+def _is_given(value: Any) -> bool:
+    return isinstance(value, Node) and value.op in ("placeholder", "get_attr")
 
 
 def _has_writes_between(nodes: list[Node]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from attnbackend._torch_compat import FUNCTIONALIZED
 
@@ -83,8 +84,22 @@ def written_by(node: Node) -> list[Any]:
     if isinstance(node.target, torch._ops.OpOverload):
         named = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))
         named.update(node.kwargs)
-        return [named[a.name] for a in _written_arguments(node.target) if isinstance(named.get(a.name), Node)]
-    return list(node.args[:1]) if may_write(node) else []
+        return _nodes_in([named.get(a.name) for a in _written_arguments(node.target)])
+    if getattr(node.target, "__name__", "") == _TRITON_CALL:
+        return list(node.all_input_nodes)
+    if not may_write(node):
+        return []
+    return _nodes_in(node.kwargs.get("out", node.args[:1] or node.kwargs.get("input")))
+
+
+_TRITON_CALL = "triton_kernel_wrapper_mutation"
+"""A user's own Triton kernel in Dynamo's graph: it may write whatever it is given."""
+
+
+def _nodes_in(value: Any) -> list[Node]:
+    found: list[Node] = []
+    map_arg(value, found.append)
+    return found
 
 
 def _written_arguments(op: torch._ops.OpOverload) -> list[Any]:
@@ -94,12 +109,14 @@ def _written_arguments(op: torch._ops.OpOverload) -> list[Any]:
 def may_write(node: Node) -> bool:
     """Whether a call may write memory that was there before, judged by its schema or else by its name."""
     name = getattr(node.target, "__name__", str(node.target))
-    if node.target in _WRITING_OPERATORS or "out" in node.kwargs:
+    if node.target in _WRITING_OPERATORS or "out" in node.kwargs or node.kwargs.get("inplace") is True:
         return True
     if node.op == "call_method" and (name.startswith("__i") or name == "__setitem__"):
         return True
     schema = getattr(node.target, "_schema", None)
-    return schema.is_mutable if schema is not None else name.endswith("_") and not name.endswith("__")
+    if schema is not None:
+        return schema.is_mutable
+    return name == _TRITON_CALL or (name.endswith("_") and not name.endswith("__"))
 
 
 _WRITING_OPERATORS = {

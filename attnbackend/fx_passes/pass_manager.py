@@ -25,7 +25,7 @@ class PassManager:
     """Passes in the order of their stages, and of the list within a stage.
 
     The same manager runs on the graphs of ``torch.compile`` (see `attnbackend.compile`), on the graph of a
-    ``torch.export`` program, and as an Inductor graph pass. After every pass that changed something it checks
+    ``torch.export`` program, and as an Inductor graph pass. After every pass, whatever it reports, it checks
     that each cache gets the same writes as before and each of its readers sees the same of them.
 
     Args:
@@ -89,7 +89,7 @@ class PassManager:
         report = graph_pass.run(graph_module)
         if report.changes:
             graph_module.graph.lint()
-            check_cache_history(graph_pass.name, history, cache_history(graph_module))
+        check_cache_history(graph_pass.name, history, cache_history(graph_module))
         if self._dumps is not None:
             self._dumps.write(graph_pass.name, text, graph_text(graph_module), str(report))
         return report

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from attnbackend.fx_passes.forms import ASSERTION, NoMatch, argument, name_of, shape_of
+from attnbackend.fx_passes.forms import ASSERTION, NoMatch, argument, name_of, rounds, shape_of
 from attnbackend.fx_passes.nodes import tensor_of
 
 __all__ = ["Quantization", "match_quantization"]
@@ -58,13 +58,13 @@ def match_quantization(value: Node, ignored: Node) -> Quantization:
     if scaling.group and not {name_of(view) for view in views} <= _RESHAPES:
         raise NoMatch(f"{source} has groups of elements that do not follow each other in a token")
     limits, node = None, scaling.quotient
-    while tensor_of(node).dtype not in _FLOAT8:
+    while not _is_float8(node):
         node = _only_user(node, ignored)
         if name_of(node) in ("clamp", "clip") and limits is None:
             limits = argument(node, 1, "min"), argument(node, 2, "max")
         elif _is_shape_change(node):
             views.append(node)
-        elif name_of(node) not in _CASTS or (limits and tensor_of(node).dtype not in _FLOAT8):
+        elif name_of(node) not in _CASTS or not (_is_float8(node) or (limits is None and _is_cast(node))):
             raise NoMatch(_no_step(node))
     dtype = tensor_of(node).dtype
     _check_range(node, limits, scaling, dtype)
@@ -86,6 +86,10 @@ def _past_shapes(node: Node, ignored: Node) -> tuple[Node, list[Node]]:
 
 def _is_shape_change(node: Node) -> bool:
     return name_of(node) in _RESHAPES | {"transpose", "permute"}
+
+
+def _is_float8(node: Node) -> bool:
+    return tensor_of(node).dtype in _FLOAT8
 
 
 def _is_cast(node: Node) -> bool:
@@ -122,7 +126,7 @@ def _no_step(node: Node) -> str:
 def _given_scale(source: Node, user: Node) -> _Scaling:
     if name_of(user) in ("clamp", "clip") or (name_of(user) in _CASTS and not _is_cast(user)):
         raise NoMatch(f"{source} is converted without a scale")
-    if name_of(user) not in ("div", "truediv", "mul"):
+    if name_of(user) not in ("div", "truediv", "mul") or rounds(user):
         raise NoMatch(_no_step(user))
     return _Scaling(user, _divisor(user, source))
 
@@ -145,7 +149,7 @@ def _found_scales(source: Node, users: list[Node]) -> _Scaling:
     """One user takes magnitudes, another divides by what came of them."""
     ends = [_after_cast(source, user) for user in users]
     magnitudes = [node for _, node in ends if name_of(node) == "abs"]
-    quotients = [pair for pair in ends if name_of(pair[1]) in ("div", "truediv", "mul")]
+    quotients = [(x, y) for x, y in ends if name_of(y) in ("div", "truediv", "mul") and not rounds(y)]
     if (len(magnitudes), len(quotients), len(ends)) != (1, 1, 2):
         raise NoMatch(f"{source} is read by {', '.join(map(str, users))}, not by one quantisation")
     dividend, quotient = quotients[0]
@@ -212,7 +216,7 @@ def _scale_step(node: Node) -> tuple[Node, float]:
 
 def _is_scaling_step(node: Node) -> bool:
     numbers = len(node.args) == 2 and isinstance(node.args[1], (int, float))
-    return numbers and name_of(node) in ("div", "truediv", "mul")
+    return numbers and name_of(node) in ("div", "truediv", "mul") and not rounds(node)
 
 
 def _is_zero_test(test: Any, value: Any) -> bool:

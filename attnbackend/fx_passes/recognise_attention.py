@@ -18,6 +18,8 @@ from attnbackend.fx_passes.attention_forms import AttentionForm, is_candidate, m
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
 from attnbackend.fx_passes.edits import insert_traced, remove_unused
 from attnbackend.fx_passes.forms import NoMatch, name_of, shape_of
+from attnbackend.fx_passes.memory import Memory
+from attnbackend.fx_passes.nodes import tensor_of
 from attnbackend.integrations.dense_cache import attend_dense
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
 from attnbackend.types import AttentionType
@@ -47,7 +49,8 @@ class RecogniseAttention(GraphPass):
     all that the request has in its cache.
 
     Left alone, with the reason: masks that are tensors, causal attention from the top left over more keys
-    than queries, dropout, head sizes that differ, anything that needs a gradient.
+    than queries, dropout, head sizes that differ, anything that needs a gradient, a value on the way
+    that is written in place.
     """
 
     name = "recognise_attention"
@@ -62,6 +65,8 @@ class RecogniseAttention(GraphPass):
         for node in [n for n in graph_module.graph.nodes if is_candidate(n)]:
             try:
                 form = match_attention(node, graph_module)
+                if not form.takes_pair:
+                    _check_writes(graph_module, node, form)
                 emit = self._paged(graph_module, form, len(changes)) if self.paged else _dense(form)
             except NoMatch as no:
                 misses.append(NearMiss(node.name, "agnostic attention", (str(no),)))
@@ -137,6 +142,14 @@ def _attribute(graph_module: GraphModule, name: str, value: Tensor, like: Node) 
         value, static_shapes=True
     )
     return node
+
+
+def _check_writes(graph_module: GraphModule, node: Node, form: AttentionForm) -> None:
+    """Raises NoMatch where something on the way to ``node`` is written in place, a mask by a mask, say."""
+    inner = {n for n in _between(node, form) if isinstance(tensor_of(n), Tensor)}
+    values = {*inner, *form[:3]}
+    if write := Memory(graph_module).first_write(min(inner), node, values):
+        raise NoMatch(f"{write} writes in place what it is computed of")
 
 
 def _between(node: Node, form: AttentionForm) -> set[Node]:

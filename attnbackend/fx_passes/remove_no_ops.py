@@ -28,8 +28,8 @@ _SPLITS = {"split", "split_with_sizes", "chunk", "unbind"}
 class RemoveNoOps(GraphPass):
     """Uses of a view with its source's very shape, strides and type become uses of the source.
 
-    A copy goes only where neither it nor what it was copied from is written anywhere in the graph, and it is
-    not returned. Of splits of one value into the same parts the first serves all.
+    A copy goes only where neither it nor what it was copied from is written anywhere in the graph, and
+    neither it nor a view of it is returned. Of splits of one value into the same parts the first serves all.
     """
 
     name = "remove_no_ops"
@@ -39,8 +39,9 @@ class RemoveNoOps(GraphPass):
         graph, changes, misses = graph_module.graph, [], []
         memory = Memory(graph_module)
         written = {memory.key(value) for node in graph.nodes for value in written_by(node)}
+        returned = {memory.key(value) for value in graph.output_node().all_input_nodes}
         for node in list(graph.nodes):
-            reason = _reason_to_keep(node, memory, written)
+            reason = _reason_to_keep(node, memory, written, returned)
             if reason is None:
                 source: Any = node.args[0]
                 changes.append(Change(node.name, name_of(node), source.name, "it changes nothing"))
@@ -54,7 +55,7 @@ class RemoveNoOps(GraphPass):
         return PassReport(self.name, tuple(changes), tuple(misses))
 
 
-def _reason_to_keep(node: Node, memory: Memory, written: set[str]) -> str | None:
+def _reason_to_keep(node: Node, memory: Memory, written: set[str], returned: set[str]) -> str | None:
     """None: the node can go. "": it is nothing of the kind."""
     name = name_of(node)
     source = node.args[0] if node.args else None
@@ -64,6 +65,8 @@ def _reason_to_keep(node: Node, memory: Memory, written: set[str]) -> str | None
         return f"{name} of {source} is returned"
     if memory.key(node) == memory.key(source):
         return None
+    if memory.key(node) in returned:
+        return f"a view of {name} of {source} is returned"
     if {memory.key(node), memory.key(source)} & written:
         return f"{name} keeps {source} apart from a write"
     return None
@@ -73,7 +76,7 @@ def _is_same(node: Node, source: Node) -> bool:
     a, b = (x.meta.get("val", x.meta.get("example_value")) for x in (node, source))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
-    if a.dtype != b.dtype or a.device != b.device or a.dim() != b.dim():
+    if a.requires_grad != b.requires_grad or a.dtype != b.dtype or a.device != b.device or a.dim() != b.dim():
         return False
     sizes = (*zip(a.shape, b.shape, strict=True), *zip(a.stride(), b.stride(), strict=True))
     return same_size(a.storage_offset(), b.storage_offset()) and all(same_size(x, y) for x, y in sizes)
