@@ -30,6 +30,7 @@ from attnbackend.fx_passes import (
     UndoFunctionalization,
     graph_text,
 )
+from attnbackend.fx_passes.rope_forms import match_rotated_heads
 from attnbackend.integrations.programs import ModelStep, export_model
 from attnbackend.kernels.triton import unavailable_reason
 from attnbackend.layers import BatchTensors
@@ -104,6 +105,31 @@ def by_hand(
     low, high = turned.chunk(2, -1)
     turned = turned * cos_TR[:, None] + torch.cat([-high, low], -1) * sin_TR[:, None]
     return torch.cat([turned, rest], -1)
+
+
+CUTS: dict[str, Callable[[Tensor], Any]] = {
+    "split": lambda x: x.split(split_size=D // 2, dim=-1),
+    "split_with_sizes": lambda x: x.split_with_sizes(split_sizes=[D // 2, D // 2], dim=-1),
+    "narrow": lambda x: [x.narrow(dim=-1, start=i * D // 2, length=D // 2) for i in range(2)],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_rotations_whose_arguments_have_names(cut: str) -> None:
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        low, high = CUTS[cut](x)
+        return (x * cos[:, None] + torch.cat([-high, low], -1) * sin[:, None]).permute(dims=(0, 1, 2))
+
+    class Match(GraphPass):
+        name = "match"
+
+        def run(self, graph_module: torch.fx.GraphModule) -> PassReport:
+            found = match_rotated_heads(graph_module.graph.output_node().args[0][0])  # type: ignore
+            assert found.heads.source.op == "placeholder"
+            return PassReport(self.name)
+
+    compiled = attnbackend.compile(rotated, passes=[Match()], compiler="eager", fullgraph=True)
+    compiled(torch.ones(T, H, D), torch.ones(T, D), torch.ones(T, D))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -131,7 +131,7 @@ def _view_step(node: Node) -> Viewed | None:
         a, b = (argument(node, place, f"dim{place - 1}") for place in (1, 2))
         axes[a], axes[b] = axes[b], axes[a]
     elif name == "permute":
-        axes = [axis % rank for axis in _flat(node.args[1:])]
+        axes = [axis % rank for axis in _flat(node.args[1:] or (node.kwargs["dims"],))]
     elif name in ("contiguous", "clone", "detach", "alias"):
         pass
     elif name == "select" or (name == "getitem" and isinstance(node.args[1], int)):
@@ -216,8 +216,8 @@ def last_range(node: Any) -> tuple[Node, int, int]:
     elif name == "alias":
         found = node.args[0], 0, shape_of(node)[-1]
     elif name == "narrow":
-        start, length = node.args[2], node.args[3]
-        found = _sliced(node, node.args[1], start, start + length)
+        dim, start, length = (argument(node, i + 1, n) for i, n in enumerate(("dim", "start", "length")))
+        found = _sliced(node, dim, start, start + length) if isinstance(start, int) else None
     else:
         found = None
     if found is None:
@@ -251,7 +251,9 @@ def _indexed(node: Node) -> tuple[Node, int, int] | None:
 
 
 def _piece(cut: Node, index: Any) -> tuple[Node, int, int] | None:
-    source, sizes = cut.args[0], argument(cut, 1, "split_size_or_sections", argument(cut, 1, "chunks"))
+    source = cut.args[0]
+    names = ("split_size_or_sections", "split_size", "split_sizes", "chunks")
+    sizes: Any = next(s for name in names if (s := argument(cut, 1, name)) is not None)
     whole, dim = shape_of(source), argument(cut, 2, "dim", 0)
     if dim % len(whole) != len(whole) - 1 or not isinstance(whole[-1], int):
         return None
