@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import linecache
+import shutil
+import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -325,6 +329,46 @@ def test_functions_are_told_apart_by_what_they_say() -> None:
         return PassManager([SelectBackend(choice(name))]).uuid()
 
     assert uuid("A") == uuid("A") != uuid("B")
+
+
+_CHOOSERS = {
+    "a class": """
+class Order:
+    def rank(self, config, site):
+        return ["X"]
+    def __repr__(self):
+        return "Order()"
+given = Order()
+""",
+    "a global": """
+TABLE = "X"
+def given(config):
+    return TABLE
+""",
+    "a function that is called": """
+def helper():
+    return given and "X"
+def given(config):
+    return helper()
+""",
+}
+"""What chooses a backend whose name is X."""
+
+
+@pytest.mark.parametrize("kind", _CHOOSERS)
+def test_what_chooses_is_told_apart_by_all_that_it_says(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    uuids = []
+    for name in ("A", "A", "B"):
+        (tmp_path / "chooser.py").write_text(_CHOOSERS[kind].replace("X", name))
+        linecache.clearcache()
+        monkeypatch.delitem(sys.modules, "chooser", raising=False)
+        importlib.invalidate_caches()
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        uuids.append(PassManager([SelectBackend(importlib.import_module("chooser").given)]).uuid())
+    assert uuids[0] == uuids[1] != uuids[2]
 
 
 def test_a_program_whose_outputs_were_rewritten_still_runs() -> None:

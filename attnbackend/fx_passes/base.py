@@ -121,13 +121,43 @@ class GraphPass(ABC):
 _PROCESS = uuid.uuid4().hex
 
 
-def _stable(value: Any) -> str:
+def _stable(value: Any, seen: frozenset[int] = frozenset()) -> str:
     """A text that is the same in another process exactly when the value means the same."""
     if isinstance(value, types.FunctionType):
-        closure = [_stable(cell.cell_contents) for cell in value.__closure__ or ()]
-        try:
-            return f"{inspect.getsource(value)}{closure}{_stable(value.__defaults__)}"
-        except OSError:  # typed at a prompt
-            return f"{value.__qualname__} of process {_PROCESS}"
-    text = repr(value)
+        return _stable_function(value, seen)
+    text = repr(value) + _source_of(type(value))
     return f"{text} of process {_PROCESS}" if " at 0x" in text else text
+
+
+def _stable_function(function: types.FunctionType, seen: frozenset[int]) -> str:
+    """Its source, and what it reads: closure, defaults, plain values and functions of its module."""
+    if id(function) in seen:
+        return function.__qualname__
+    seen |= {id(function)}
+    reads = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    closure = [_stable(cell.cell_contents, seen) for cell in function.__closure__ or ()]
+    known = [(name, _stable(value, seen)) for name, value in reads.items() if _is_read(value, function)]
+    try:
+        source = inspect.getsource(function)
+    except OSError:  # typed at a prompt
+        return f"{function.__qualname__} of process {_PROCESS}"
+    return f"{source}{closure}{_stable(function.__defaults__)}{known}"
+
+
+_PLAIN = (str, bytes, int, float, tuple, list, set, frozenset, dict)
+
+
+def _is_read(value: Any, function: types.FunctionType) -> bool:
+    if isinstance(value, types.FunctionType):
+        return value.__module__ == function.__module__
+    return isinstance(value, _PLAIN)
+
+
+def _source_of(cls: type) -> str:
+    """Of a class written in Python elsewhere; its repr says nothing of its methods."""
+    if cls.__module__.partition(".")[0] in ("builtins", "torch"):
+        return ""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return f" of process {_PROCESS}" if cls.__module__ == "__main__" else ""
