@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -570,6 +571,19 @@ def test_a_process_prints_json_alone_on_stdout_and_exits_with_0(model_folder):
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["token_ids"] == expected_tokens(PROMPT, 3)
     assert "Traceback" not in ran.stderr
+
+
+def test_ctrl_c_that_an_import_swallowed_ends_the_command_at_the_next_stage():
+    from attnbackend.cli.stages import Stages
+
+    before = signal.getsignal(signal.SIGINT)
+    with Stages(quiet=True) as stages:
+        stages("importing")
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            stages("loading")
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

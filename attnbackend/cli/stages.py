@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
@@ -13,6 +16,8 @@ __all__ = ["Stages"]
 class Stages:
     """Shows which stage of the work is on; stdout is never written to.
 
+    Ctrl-C is raised again at the next stage where somebody swallowed it, as imports of libraries may.
+
     Args:
         quiet: show nothing.
     """
@@ -20,9 +25,17 @@ class Stages:
     def __init__(self, quiet: bool = False) -> None:
         self._console = Console(stderr=True, highlight=False, quiet=quiet, soft_wrap=True)
         self._status: Status | None = None
+        self._interrupted = False
+        self._handler: Any = None
 
     def __call__(self, stage: str) -> None:
-        """The stage named begins and the one before ends."""
+        """The stage named begins and the one before ends.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed before.
+        """
+        if self._interrupted:
+            raise KeyboardInterrupt
         if not self._console.is_terminal:
             self.note(f"{stage} ...")
         elif self._status is None:
@@ -41,7 +54,13 @@ class Stages:
         """A line that stays."""
         self._console.print(message, style="dim", markup=False)
 
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupted = True
+        raise KeyboardInterrupt
+
     def __enter__(self) -> Stages:
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(
@@ -50,4 +69,6 @@ class Stages:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
         self.clear()
