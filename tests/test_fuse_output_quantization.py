@@ -146,6 +146,7 @@ def test_quantisation_group_by_group(step: Step, backend: str) -> None:
     (actual, scales), report, text = run(step, backend, in_kernel_only=backend == "TRITON_ATTN")
     assert "1 changes" in report, report
     assert (actual.dtype, actual.shape) == (E4M3, expected.shape)
+    # Scales are of outputs summed in another order; a value may round to the format's next: 1/8 in e4m3.
     torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=1e-12)
     torch.testing.assert_close(actual.float(), expected.float(), rtol=0.14, atol=0.02)
     assert not {"clamp", "amax", "abs"} & {line.split(" = ")[-1].split("(")[0] for line in text.splitlines()}

@@ -217,6 +217,7 @@ def test_a_quantised_projection_is_dequantised_in_the_model_s_type_whatever_its_
     own = MLAAttention.from_projections(parts, HEADS, DIMS, scale=layer.scale)
     own.split_kv_b()
     assert own.kv_b_weight.dtype is torch.bfloat16
+    # Half a step of the quantised weights, and their rounding to bfloat16.
     torch.testing.assert_close(own.kv_b_weight, layer.kv_b_weight, rtol=0.0, atol=0.02)
 
 
