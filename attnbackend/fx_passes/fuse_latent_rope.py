@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, GraphModule, Node
 
 from attnbackend.backends.mla.common import MLACommonBackend
-from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
+from attnbackend.fx_passes.base import Change, GraphPass, PassReport, Stage
+from attnbackend.fx_passes.cache_writes import fuse_cache_writes, next_reader
 from attnbackend.fx_passes.edits import emit, emit_view, first_write_between, nodes_between, remove_unused
 from attnbackend.fx_passes.forms import NoMatch, Viewed, name_of
-from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
+from attnbackend.fx_passes.nodes import OpNode, tensor_of
 from attnbackend.fx_passes.pair_forms import TurnedPairs, match_turned_pairs
 from attnbackend.fx_passes.rope_forms import Norm, match_norm
 from attnbackend.kernels import triton as kernels
@@ -63,22 +64,18 @@ class FuseLatentRopeCacheWrite(GraphPass):
     stage = Stage.FUSE
 
     def run(self, graph_module: GraphModule) -> PassReport:
-        graph, changes, misses = graph_module.graph, [], []
-        for write in [op for op in find_ops(graph) if role_of(op.op) is MLA_CACHE_UPDATE]:
-            try:
-                changes.append(_fuse(graph, _match(graph, write)))
-            except NoMatch as no:
-                misses.append(NearMiss(write.node.name, _WHAT, (str(no),)))
-        if changes:
-            graph_module.recompile()
-        return PassReport(self.name, tuple(changes), tuple(misses))
+        return fuse_cache_writes(
+            graph_module,
+            self.name,
+            _WHAT,
+            MLA_CACHE_UPDATE,
+            lambda graph, write: _fuse(graph, _match(graph, write)),
+        )
 
 
 def _match(graph: Graph, write: OpNode) -> _Match:
-    if write.is_wrapped:
-        raise NoMatch("the write is inside functionalisation's wrapper; run UndoFunctionalization first")
     _check_support(write)
-    reader = _reader(graph, write)
+    reader = next_reader(graph, write, MLA_ATTENTION, MLA_MIXED)
     query_rope = _query_rope(reader)
     given = write.arguments()
     match = _Match(
@@ -100,17 +97,6 @@ def _check_support(write: OpNode) -> None:
         raise NoMatch(f"{named[0]} has a cache of its own kind")
     if key.shape[1] % 2 or key.shape[1] > 256:
         raise NoMatch(f"rotated keys have {key.shape[1]} elements; the kernel takes even numbers up to 256")
-
-
-def _reader(graph: Graph, write: OpNode) -> OpNode:
-    """The first attention after the write that reads its cache, before the next write of it."""
-    cache = write.arguments()["kv_cache"]
-    for op in find_ops(graph):
-        if op.node > write.node and op.arguments().get("kv_cache") is cache:
-            if role_of(op.op) in (MLA_ATTENTION, MLA_MIXED):
-                return op
-            break
-    raise NoMatch("no attention reads the cache after this write")
 
 
 def _query_rope(reader: OpNode) -> Node:

@@ -11,14 +11,15 @@ from torch.fx import Graph, GraphModule, Node
 from attnbackend.backend import AttentionBackend
 from attnbackend.backends.standard import StandardCacheBackend
 from attnbackend.backends.two_phase import TwoPhaseBackend
-from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
+from attnbackend.fx_passes.base import Change, GraphPass, PassReport, Stage
+from attnbackend.fx_passes.cache_writes import fuse_cache_writes, next_reader
 from attnbackend.fx_passes.edits import emit, emit_view, first_write_between, nodes_between, remove_unused
 from attnbackend.fx_passes.forms import NoMatch, Viewed, name_of
-from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
+from attnbackend.fx_passes.nodes import OpNode, tensor_of
 from attnbackend.fx_passes.rope_forms import RotatedHeads, match_rotated_heads
 from attnbackend.kernels import triton as kernels
 from attnbackend.ops.generate import backend_of_op
-from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, role_of
+from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE
 from attnbackend.ops.rope_write import rope_kv_cache_update
 from attnbackend.registry import resolve_backend
 
@@ -48,25 +49,19 @@ class FuseRopeCacheWrite(GraphPass):
     stage = Stage.FUSE
 
     def run(self, graph_module: GraphModule) -> PassReport:
-        graph, changes, misses = graph_module.graph, [], []
-        for write in list(find_ops(graph)):
-            if role_of(write.op) is not KV_CACHE_UPDATE:
-                continue
-            try:
-                changes.append(_fuse(graph, _match(graph, write)))
-            except NoMatch as no:
-                misses.append(NearMiss(write.node.name, _WHAT, (str(no),)))
-        if changes:
-            graph_module.recompile()
-        return PassReport(self.name, tuple(changes), tuple(misses))
+        return fuse_cache_writes(
+            graph_module,
+            self.name,
+            _WHAT,
+            KV_CACHE_UPDATE,
+            lambda graph, write: _fuse(graph, _match(graph, write)),
+        )
 
 
 def _match(graph: Graph, write: OpNode) -> _Match:
-    if write.is_wrapped:
-        raise NoMatch("the write is inside functionalisation's wrapper; run UndoFunctionalization first")
     _check_support(write)
     given = write.arguments()
-    reader = _reader(graph, write)
+    reader = next_reader(graph, write, ATTENTION)
     match = _Match(
         write, reader, match_rotated_heads(reader.arguments()["query"]), match_rotated_heads(given["key"])
     )
@@ -95,19 +90,6 @@ def _has_standard_cache(backend: type[AttentionBackend]) -> bool:
     if issubclass(backend, TwoPhaseBackend):
         return all(map(_has_standard_cache, backend.parts))
     return issubclass(backend, StandardCacheBackend)
-
-
-def _reader(graph: Graph, write: OpNode) -> OpNode:
-    """The first attention after the write that reads its cache, before the next write of it."""
-    cache = write.arguments()["kv_cache"]
-    seen = False
-    for op in find_ops(graph):
-        if seen and op.arguments().get("kv_cache") is cache:
-            if role_of(op.op) is ATTENTION:
-                return op
-            break
-        seen = seen or op.node is write.node
-    raise NoMatch("no attention reads the cache after this write")
 
 
 def _check_order(match: _Match) -> None:

@@ -1,0 +1,44 @@
+"""Fusions that begin at a cache write: what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.fx import Graph, GraphModule
+
+from attnbackend.fx_passes.base import Change, NearMiss, PassReport
+from attnbackend.fx_passes.forms import NoMatch
+from attnbackend.fx_passes.nodes import OpNode, find_ops
+from attnbackend.ops.library import OpRole, role_of
+
+__all__ = ["fuse_cache_writes", "next_reader"]
+
+
+def fuse_cache_writes(
+    graph_module: GraphModule, name: str, what: str, role: OpRole, fuse: Callable[[Graph, OpNode], Change]
+) -> PassReport:
+    """Calls `fuse` for every write of a role; where it raises NoMatch, there is no `what`."""
+    graph, changes, misses = graph_module.graph, [], []
+    for write in [op for op in find_ops(graph) if role_of(op.op) is role]:
+        try:
+            if write.is_wrapped:
+                raise NoMatch(
+                    "the write is inside functionalisation's wrapper; run UndoFunctionalization first"
+                )
+            changes.append(fuse(graph, write))
+        except NoMatch as no:
+            misses.append(NearMiss(write.node.name, what, (str(no),)))
+    if changes:
+        graph_module.recompile()
+    return PassReport(name, tuple(changes), tuple(misses))
+
+
+def next_reader(graph: Graph, write: OpNode, *roles: OpRole) -> OpNode:
+    """The first attention after the write that reads its cache, before the next write of it."""
+    cache = write.arguments()["kv_cache"]
+    for op in find_ops(graph):
+        if op.node > write.node and op.arguments().get("kv_cache") is cache:
+            if role_of(op.op) in roles:
+                return op
+            break
+    raise NoMatch("no attention reads the cache after this write")
