@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -71,18 +72,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for batch in options.batch:
             result[f"{name}, batch {batch}"] = found = _measure(engines, batch, options)
             print(f"{name}, batch {batch}: {json.dumps(found)}", flush=True)
+            if options.output:
+                _write(options, result)
         del engines
-    if options.output:
-        from benchmarks.environment import describe_environment
 
-        whole = {"environment": describe_environment(), "layers": options.layers, "us_per_layer": result}
-        options.output.write_text(json.dumps(whole, indent=1) + "\n")
-        print(f"written: {options.output}")
+
+def _write(options: Any, result: dict[str, Any]) -> None:
+    """After every point: a run that is cut off keeps what it found."""
+    from benchmarks.environment import describe_environment
+
+    whole = {"environment": describe_environment(), "layers": options.layers, "us_per_layer": result}
+    options.output.write_text(json.dumps(whole, indent=1) + "\n")
+    print(f"written: {options.output}", flush=True)
 
 
 def _engine(name: str, merges: bool, passes: Sequence[GraphPass], options: Any) -> Engine:
     import transformers
 
+    began = time.perf_counter()
     config = getattr(transformers, f"{name}Config")(
         **_COMMON, **_MODELS[name], num_hidden_layers=options.layers, dtype=torch.bfloat16
     )
@@ -98,7 +105,8 @@ def _engine(name: str, merges: bool, passes: Sequence[GraphPass], options: Any) 
         num_blocks=most * 72 + 1, compile=True, cudagraph_capture_sizes=options.batch,
     )  # fmt: skip
     changes = [str(report).splitlines()[0] for report in served.compiler.reports]
-    print(f"{name}: merges_linears={merges}: {'; '.join(sorted(set(changes)))}", flush=True)
+    took = f"{time.perf_counter() - began:.0f} s until captured"
+    print(f"{name}: merges_linears={merges}: {took}: {'; '.join(sorted(set(changes)))}", flush=True)
     return engine
 
 
@@ -129,8 +137,8 @@ def _replay_of(engine: Engine, batch: int) -> Callable[[], None]:
     for _ in range(batch):
         prompt = torch.randint(0, 1024, (_CONTEXT,), generator=generator).tolist()
         engine.add_request(prompt, SamplingParams(max_tokens=200, ignore_eos=True))
-    while len(engine.step()) < batch:
-        pass
+    if not any(len(engine.step()) == batch for _ in range(2 * batch + 20)):
+        raise RuntimeError(f"{batch} requests never made a step together; waiting or preempted")
     for _ in range(3):
         engine.step()
     graphs = engine.runner.graphs  # type: ignore[attr-defined]
