@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton_kernel import (  # noqa: F401 (pytestmark)
+from paged_batches import (  # noqa: F401 (pytestmark)
     BF16,
     CUDA,
     DEVICE,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_triton_kernel import (  # noqa: F401 (pytestmark)
+from paged_batches import (  # noqa: F401 (pytestmark)
     BF16,
     CUDA,
     FEATURES,

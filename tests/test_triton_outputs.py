@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton_kernel import BATCHES, DEVICE, F16, F32, SINKS, Options, expected, make_batch, poison, run
+from paged_batches import BATCHES, DEVICE, F16, F32, SINKS, Options, expected, make_batch, poison, run
 
 from attnbackend.kernels.triton import paged_attention, takes_output_groups
 
