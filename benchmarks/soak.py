@@ -45,11 +45,11 @@ class Traffic:
 
     requests: int
     vocab_size: int
-    longest_prompt: int = 160
-    longest_output: int = 96
+    longest_prompt: int = 80
+    longest_output: int = 64
     waiting: int = 64
     """Requests that are kept waiting."""
-    wave: int = 500
+    wave: int = 1000
     """Requests after which all are waited for. Every other wave has short prompts and outputs twice as long:
     as these begin together and grow together, they run out of blocks."""
     cancelled: float = 0.05
@@ -338,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def soak_engine(model: Any, max_num_seqs: int, block_size: int = 16, **options: Any) -> Engine:
     """An engine whose cache holds less than its requests need together."""
-    tokens = _LONGEST + max(0, max_num_seqs - 8) * 32
+    tokens = _LONGEST + max(0, max_num_seqs - 8) * 24
     return Engine(
         model, max_num_seqs=max_num_seqs, max_model_len=_LONGEST, max_num_batched_tokens=4 * max_num_seqs,
         num_blocks=tokens // block_size + 2, block_size=block_size, **options,
