@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from attnbackend.native_calls import change_python_only
+from attnbackend.native_calls import change_python_only, new_step
 
 __all__ = [
     "Config",
@@ -130,6 +130,7 @@ class set_config:
         self._token: Token[Config] = _CURRENT.set(replace(_CURRENT.get(), **changes))
         self._checks = bool(changes.get("debug"))
         change_python_only(self._checks)
+        new_step()
 
     def __enter__(self) -> Config:
         return _CURRENT.get()
@@ -142,6 +143,7 @@ class set_config:
     ) -> None:
         _CURRENT.reset(self._token)
         change_python_only(-self._checks)
+        new_step()
 
 
 class ForcedBackend(NamedTuple):

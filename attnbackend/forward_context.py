@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from attnbackend.metadata import AttentionMetadata
+from attnbackend.native_calls import new_step
 
 __all__ = ["ForwardContext", "get_forward_context", "set_forward_context"]
 
@@ -33,7 +34,9 @@ get_forward_context = _CURRENT.get
 def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
     """Makes ``context`` current inside the ``with`` block."""
     token = _CURRENT.set(context)
+    new_step()
     try:
         yield context
     finally:
         _CURRENT.reset(token)
+        new_step()

@@ -1,4 +1,4 @@
-"""Which calls of ops that are C++ go through Python all the same: numbers that C++ reads at every call.
+"""What C++ and Python tell each other of calls of ops: numbers that C++ reads at every call, and lessons.
 
 Much of what an op honours is in context variables and in the registry, where C++ cannot look. Whoever puts
 such a thing in force says so here.
@@ -7,17 +7,45 @@ such a thing in force says so here.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_int64
+from typing import Any, NamedTuple
 
-__all__ = ["EPOCH", "PYTHON_ONLY", "change_python_only", "python_only"]
+__all__ = [
+    "EPOCH",
+    "PYTHON_ONLY",
+    "STEP",
+    "Argument",
+    "LibraryCall",
+    "amounts_to",
+    "change_python_only",
+    "lessons",
+    "new_epoch",
+    "new_step",
+    "python_only",
+]
 
 PYTHON_ONLY = c_int64(0)
 """How many things are in force, in whichever thread, that Python alone honours."""
 EPOCH = c_int64(0)
 """Moves when what C++ learned of calls may no longer hold."""
+STEP = c_int64(0)
+"""Moves with `EPOCH`, and where what was learned of calls under a plan of a step may no longer hold."""
 _LOCK = threading.Lock()
+
+
+def new_epoch() -> None:
+    """All that was learned is forgotten."""
+    with _LOCK:
+        EPOCH.value += 1
+        STEP.value += 1
+
+
+def new_step() -> None:
+    """What was learned of calls under plans is forgotten."""
+    with _LOCK:
+        STEP.value += 1
 
 
 def change_python_only(by: int) -> None:
@@ -34,3 +62,48 @@ def python_only() -> Iterator[None]:
         yield
     finally:
         change_python_only(-1)
+
+
+class Argument(NamedTuple):
+    """Stands for a tensor that a call of ours was given."""
+
+    name: str
+    """As in the op's schema."""
+    half: int | None = None
+    """Of a cache [blocks, 2, ...]: its keys (0) or its values (1); None: all of it."""
+
+
+class LibraryCall(NamedTuple):
+    """One call of an op of torch, by some library, that a call of ours amounts to."""
+
+    op: Any
+    """Its overload."""
+    arguments: tuple[object, ...]
+    """All of them in order: `Argument`, tensors that stay the same throughout the step, numbers and None."""
+
+
+_LESSONS = threading.local()
+
+
+@contextmanager
+def lessons() -> Iterator[list[LibraryCall]]:
+    """Collects what `amounts_to` says inside the ``with`` block."""
+    before, heard = getattr(_LESSONS, "heard", None), list[LibraryCall]()
+    _LESSONS.heard = heard
+    try:
+        yield heard
+    finally:
+        _LESSONS.heard = before
+
+
+def amounts_to(call: Callable[[], LibraryCall | None]) -> None:
+    """Says that what an implementation did under a step's plan was one call of a library's op, and no more.
+
+    Until the plan goes, the same holds for calls that differ only in where tensors are and what is in them.
+
+    Args:
+        call: gives it, or None where it was more than that; called if somebody wants to know.
+    """
+    heard = getattr(_LESSONS, "heard", None)
+    if heard is not None and (library_call := call()) is not None:
+        heard.append(library_call)

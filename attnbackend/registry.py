@@ -26,7 +26,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from attnbackend.backend import AttentionBackend, check_parts
-from attnbackend.native_calls import EPOCH
+from attnbackend.native_calls import new_epoch
 
 __all__ = [
     "AttentionBackendEnum",
@@ -180,7 +180,7 @@ def registry_generation() -> int:
 
 def _changed() -> None:
     _STATE.generation += 1
-    EPOCH.value += 1
+    new_epoch()
     _STATE.resolved.clear()
 
 

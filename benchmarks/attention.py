@@ -63,7 +63,7 @@ def main() -> None:
         if options.budget and time.perf_counter() - started > options.budget:
             print(f"\n{options.budget} s are over: {len(points) - done} points are left")
             break
-        with set_forward_context(ForwardContext(plans=PLANS)):
+        with torch.inference_mode(), set_forward_context(ForwardContext(plans=PLANS)):
             result = _measure(point, sides, options, ceilings)
         record["points"].append(result)
         _print(result)

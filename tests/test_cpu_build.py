@@ -235,6 +235,13 @@ def test_the_command_builds_and_prints_where(bench: Bench, capsys: pytest.Captur
     assert bench.compilations == 4
 
 
+def test_the_command_builds_what_calls_libraries(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("typer")
+    assert run("library-calls") == cli.EXIT_OK
+    assert capsys.readouterr().out == f"library-calls: {_build.build_library_calls()}\n"
+    assert bench.compilations == 1
+
+
 @pytest.mark.skipif(len(runnable_targets()) == 1, reason="one instruction set on this machine")
 def test_the_command_builds_for_every_instruction_set(bench: Bench) -> None:
     pytest.importorskip("typer")
@@ -246,7 +253,7 @@ def test_the_command_builds_for_every_instruction_set(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rocm"], "error: WHAT 'rocm' is unknown; allowed: cpu"),
+        (["rocm"], "error: WHAT 'rocm' is unknown; allowed: cpu, library-calls"),
         (["cpu", "--target", "avx3"], "error: target 'avx3' is unknown; allowed: "),
     ],
 )

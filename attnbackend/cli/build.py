@@ -17,7 +17,12 @@ __all__ = ["build"]
 
 
 def build(
-    what: Annotated[str, typer.Argument(help="cpu: the C++ kernels of CPU_ATTN.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="cpu: the C++ kernels of CPU_ATTN. library-calls: what calls FLASH_ATTN's library in C++."
+        ),
+    ],
     target: Annotated[
         list[str] | None,
         typer.Option(help="Instruction set, such as avx2; may be repeated. Default: this processor's best."),
@@ -33,8 +38,8 @@ def build(
     The exit code is 1 when something cannot be built.
     """
     with user_errors():
-        check_choice("WHAT", what, ("cpu",))
-        _build_all(_targets(target or [], all_targets), force)
+        check_choice("WHAT", what, ("cpu", "library-calls"))
+        _build_all(what, _targets(target or [], all_targets), force)
 
 
 def _targets(names: list[str], all_targets: bool) -> list[Target]:
@@ -45,10 +50,12 @@ def _targets(names: list[str], all_targets: bool) -> list[Target]:
     return [find_target(name) for name in names] or [current_target()]
 
 
-def _build_all(targets: list[Target], force: bool) -> None:
-    from attnbackend.kernels.cpu import BuildError, build_library, build_ops
+def _build_all(what: str, targets: list[Target], force: bool) -> None:
+    from attnbackend.kernels.cpu import BuildError, build_library, build_library_calls, build_ops
 
     builds = {target.name: partial(build_library, target) for target in targets} | {"ops": build_ops}
+    if what == "library-calls":
+        builds = {what: build_library_calls}
     for name, build_one in builds.items():
         try:
             path = build_one(anew=force)

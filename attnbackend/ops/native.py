@@ -1,18 +1,15 @@
 """Ops of the CPU's backends whose calls C++ serves.
 
-A call that C++ has not met goes through Python, by an op of the same name and schema in a namespace of its
-own: checks, messages and choices stay in one place. What Python served once, C++ serves from then on, as long
-as nothing of a call changed beside the number of tokens and what its tensors hold.
+What Python served once, C++ serves from then on, as long as nothing of a call changed beside the number of
+tokens and what its tensors hold.
 """
 
 from __future__ import annotations
 
 import threading
-import typing
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from ctypes import CDLL, Structure, byref, c_char_p, c_int64, c_void_p, cast, pointer
+from collections.abc import Callable
+from ctypes import CDLL, Structure, byref, c_void_p, cast
 from functools import cache, partial
 from typing import Any
 
@@ -20,8 +17,7 @@ import torch
 from torch import Tensor
 
 from attnbackend.kernels.cpu import BuildError, library, load_ops, unavailable_reason
-from attnbackend.native_calls import EPOCH, PYTHON_ONLY
-from attnbackend.ops.calls import SCHEMA_TYPES
+from attnbackend.native_calls import EPOCH
 from attnbackend.ops.generate import op_name, python_run
 from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, MLA_ATTENTION, MLA_CACHE_UPDATE, OpRole
 from attnbackend.ops.packed_linear import (
@@ -31,26 +27,21 @@ from attnbackend.ops.packed_linear import (
     multiply,
     packed_weights,
 )
+from attnbackend.ops.python_side import GIVEN, TEACHES, begin, define, prepare, telling
 from attnbackend.registry import is_overridden
 
 __all__ = ["how_ops_are_called", "serve_cpu_ops"]
 
-_LIBRARY = torch.library.Library("attnbackend_python", "FRAGMENT")
 _SERVED = (
     ("CPU_ATTN", ATTENTION), ("CPU_ATTN", KV_CACHE_UPDATE), ("CPU_MLA", MLA_ATTENTION),
     ("CPU_MLA", MLA_CACHE_UPDATE),
 )  # fmt: skip
-_KINDS = {"Tensor": "W", "Tensor?": "w", "float": "f", "int": "i", "int?": "j", "bool": "b", "str": "s"}
-_GIVEN, _TEACHES, _VALUE_ERROR, _RUNTIME_ERROR = range(1, 5)
 
 
-class _Shared(Structure):
-    """As in known_calls.h."""
+class _Kernels(Structure):
+    """As in linear_op.h."""
 
-    _fields_ = (
-        ("attention", c_void_p), ("cache_write", c_void_p), ("linear", c_void_p), ("python_only", c_void_p),
-        ("epoch", c_void_p),
-    )  # fmt: skip
+    _fields_ = (("attention", c_void_p), ("cache_write", c_void_p), ("linear", c_void_p))
 
 
 @cache
@@ -65,19 +56,13 @@ def serve_cpu_ops() -> str | None:
         ops = load_ops()
     except BuildError as error:
         return str(error)
-    ops.attnbackend_ops_kinds.restype = c_char_p
-    ops.attnbackend_ops_verdict.argtypes = [c_int64, c_char_p]
-    own = " ".join([*(_kinds(role) for _, role in _SERVED), "WWw"])
-    kinds = ops.attnbackend_ops_kinds().decode()
-    assert kinds.translate(str.maketrans("Tt", "Ww")) == own, f"ops.cpp takes {kinds}, the schemas say {own}"
+    prepare(ops, (role for _, role in _SERVED), ("WWw",))
     for backend, role in _SERVED:
-        name = op_name(backend, role)
-        _LIBRARY.define(f"{name}{role.schema}")
-        _LIBRARY.impl(name, _attention_op(backend, role, ops), "CompositeExplicitAutograd")
-    _LIBRARY.define(f"packed_linear{LINEAR_SCHEMA}")
-    _LIBRARY.define("keep_packed(Tensor weight, Tensor packed) -> ()")
-    _LIBRARY.impl("packed_linear", _LinearOp(ops).__call__, "CompositeExplicitAutograd")
+        define(op_name(backend, role), role.schema, _attention_op(backend, role, ops))
+    define("keep_packed", "(Tensor weight, Tensor packed) -> ()", None)
+    define("packed_linear", LINEAR_SCHEMA, _LinearOp(ops).__call__)
     ops.attnbackend_ops_share(byref(_shared(kernels)))
+    begin(ops, EPOCH)
     return None
 
 
@@ -89,14 +74,9 @@ def how_ops_are_called() -> str | None:
     return "C++, called without Python" if reason is None else f"C++, called through Python: {reason}"
 
 
-def _kinds(role: OpRole) -> str:
-    return "".join(_KINDS[SCHEMA_TYPES[kind]] for kind in typing.get_type_hints(role.call).values())
-
-
-def _shared(kernels: CDLL) -> _Shared:
+def _shared(kernels: CDLL) -> _Kernels:
     functions = (kernels.attnbackend_attention, kernels.attnbackend_cache_write, kernels.attnbackend_linear)
-    numbers = (pointer(PYTHON_ONLY), pointer(EPOCH))
-    return _Shared(*(cast(x, c_void_p) for x in (*functions, *numbers)))
+    return _Kernels(*(cast(x, c_void_p) for x in functions))
 
 
 def _attention_op(backend: str, role: OpRole, ops: CDLL) -> Callable[..., None]:
@@ -104,10 +84,10 @@ def _attention_op(backend: str, role: OpRole, ops: CDLL) -> Callable[..., None]:
 
     def serve(*args: Any, **kwargs: Any) -> None:
         call = role.call(*args, **kwargs)
-        with _telling(ops):
+        with telling(ops):
             run(call)
             teaches = len(call[0]) > 0 and not is_overridden(backend)
-            ops.attnbackend_ops_verdict(_TEACHES if teaches else _GIVEN, b"")
+            ops.attnbackend_ops_verdict(TEACHES if teaches else GIVEN, b"")
 
     return serve
 
@@ -129,12 +109,12 @@ class _LinearOp:
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         result = input  # of a call that failed
-        with _telling(self._ops):
+        with telling(self._ops):
             if getattr(self._checked, "needed", False):
                 self._checked.needed = False
                 self._share()
             result = multiply(input, weight, bias)
-            self._ops.attnbackend_ops_verdict(_GIVEN, b"")
+            self._ops.attnbackend_ops_verdict(GIVEN, b"")
         return result
 
     def _share(self) -> None:
@@ -151,15 +131,3 @@ class _LinearOp:
     def _forget(self, address: int, _: object = None) -> None:
         self._kept.pop(address, None)
         self._ops.attnbackend_ops_forget_packed(c_void_p(address))
-
-
-@contextmanager
-def _telling(ops: CDLL) -> Iterator[None]:
-    """Tells C++ of exceptions, which would not get through it as they are."""
-    try:
-        yield
-    except ValueError as error:
-        ops.attnbackend_ops_verdict(_VALUE_ERROR, str(error).encode())
-    except Exception as error:
-        kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
-        ops.attnbackend_ops_verdict(_RUNTIME_ERROR, f"{kind}{error}".encode())

@@ -117,7 +117,7 @@ class FlashAttentionBackend(StandardCacheBackend, metaclass=_ClaimsOfProviders):
 
     @classmethod
     def library(cls) -> str | None:
-        return "; ".join(f"{provider.key} ({provider})" for provider in candidates()) or None
+        return "; ".join(f"{p.key} ({p}{p.how_called()})" for p in candidates()) or None
 
     @classmethod
     def supports_combination(cls, config: AttentionSelectorConfig) -> list[Reason]:

@@ -6,6 +6,7 @@ Shape legend: T tokens, H query heads, K key-value heads, D head size.
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from attnbackend.backends.flash_attn.resolution import provider_for
 from attnbackend.backends.query_scale import scaled_query
 from attnbackend.backends.triton_writer import TritonWriterImpl
 from attnbackend.impl import AttentionParams, OptionalTensors
+from attnbackend.native_calls import Argument, amounts_to
+from attnbackend.ops.library_calls import serve_library_calls
 
 __all__ = ["FlashAttentionImpl"]
 
@@ -52,6 +55,8 @@ class FlashAttentionImpl(TritonWriterImpl):
         self._window = window_of(params.sliding_window, params.causal)
         self._routes: dict[bool, _Route] = {}
         self._is_fp8 = self.takes_quantized_query = params.kv_cache_dtype.startswith("fp8")
+        if params.device_type == "cuda":
+            serve_library_calls("FLASH_ATTN", "cuda")
 
     def route(self, *, alibi: bool) -> _Route:
         """How calls of this layer are served, found on the first one."""
@@ -73,7 +78,9 @@ class FlashAttentionImpl(TritonWriterImpl):
         lse = route.provider.attend(call)
         if call.output is not output:
             output.copy_(call.output)
-        self._finish(route, output, lse, attn_metadata, tensors, native_sinks=call.sinks is not None)
+        more = self._finish(route, output, lse, attn_metadata, tensors, native_sinks=call.sinks is not None)
+        if not (more or self._is_fp8 or tensors.k_scale is not None):
+            amounts_to(lambda: route.provider.op_call(_in_arguments(call)))
 
     def _call(
         self, route: _Route, query: Tensor, kv_cache: Tensor, plan: FlashAttentionMetadata, output: Tensor,
@@ -123,7 +130,8 @@ class FlashAttentionImpl(TritonWriterImpl):
     def _finish(
         self, route: _Route, output: Tensor, lse: Tensor | None, plan: FlashAttentionMetadata,
         tensors: OptionalTensors, *, native_sinks: bool,
-    ) -> None:  # fmt: skip
+    ) -> bool:  # fmt: skip
+        """Whether there was something to do."""
         sinks = None if native_sinks else tensors.sinks
         facts = plan.facts
         unwritten = output.shape[0] > facts.covered_tokens or (
@@ -131,10 +139,24 @@ class FlashAttentionImpl(TritonWriterImpl):
         )
         v_scale = None if self._is_fp8 else tensors.v_scale
         if not unwritten and sinks is None and tensors.lse is None and v_scale is None:
-            return
+            return False
         from attnbackend.kernels import triton
 
         triton.finish_attention(
             output, lse, tensors.lse, plan.common.query_start_loc, plan.common.seq_lens,
             causal=self.params.causal, sinks=sinks, v_scale=v_scale,
         )  # fmt: skip
+        return True
+
+
+def _in_arguments(call: FlashCall) -> FlashCall:
+    """A call that left nothing to do before or after it, in terms of our op's arguments."""
+    tensors: dict[str, Any] = {
+        name: Argument(name) for name in ("query", "key", "value", "output", "query_start_loc", "seq_lens")
+    }
+    if call.block_table is not None:
+        key, value = Argument("kv_cache", 0), Argument("kv_cache", 1)
+        tensors |= {"key": key, "value": value, "block_table": Argument("block_table")}
+    if call.sinks is not None:
+        tensors["sinks"] = Argument("sinks")
+    return call._replace(**tensors)

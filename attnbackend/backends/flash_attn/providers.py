@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from attnbackend.backends.flash_attn.call import FlashCall, ScheduleRequest
+from attnbackend.backends.flash_attn.forward_op import ForwardOp
+from attnbackend.native_calls import LibraryCall
+from attnbackend.ops.library_calls import serve_library_calls
 
 __all__ = ["PROVIDERS", "FlashAttn2", "FlashAttn3", "FlashAttn4", "Provider", "TorchFlash", "VllmFlash"]
 
@@ -67,6 +70,15 @@ class Provider(ABC):
     def attend(self, call: FlashCall) -> Tensor | None:
         """Runs a call: output written, natural-log LSE [T, H] (any strides) returned where there is one."""
 
+    def op_call(self, call: FlashCall) -> LibraryCall | None:
+        """The one call of an op that `attend` makes, if it does nothing else. Tensors are passed on unread,
+        and may be something else."""
+        return None
+
+    def how_called(self) -> str:
+        """For people, after the name: whether known calls go to the library without Python."""
+        return ""
+
     def schedule(self, request: ScheduleRequest) -> Tensor:
         raise AssertionError(f"{self} claims no schedules")
 
@@ -102,8 +114,31 @@ class VllmFlash(Provider):
 
 
 class VllmFlash3(VllmFlash):
+    """Its op is called past its function in Python, which takes longer and allocates what nobody reads."""
+
     key, version = "vllm_fa3", 3
     has_fp8 = splits = schedules = native_sinks = True
+    _op: ForwardOp | None = None
+
+    def load(self) -> str | None:
+        reason = super().load()
+        op = getattr(torch.ops._vllm_fa3_C, "fwd", None)
+        self._op = None if op is None else ForwardOp.of(op.default)
+        return reason
+
+    def op_call(self, call: FlashCall) -> LibraryCall | None:
+        return None if self._op is None else self._op.call(call)
+
+    def how_called(self) -> str:
+        other = "its op takes other arguments than those known here"
+        reason = serve_library_calls("FLASH_ATTN", "cuda") if self._op is not None else other
+        return ", called without Python" if reason is None else f", called through Python: {reason}"
+
+    def attend(self, call: FlashCall) -> Tensor | None:
+        own = self.op_call(call)
+        if own is None:
+            return super().attend(call)
+        return own.op(*own.arguments)[1].t()
 
     def schedule(self, request: ScheduleRequest) -> Tensor:
         return _schedule(self._schedule, request)

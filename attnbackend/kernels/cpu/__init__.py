@@ -9,7 +9,13 @@ runtime that torch uses.
 from __future__ import annotations
 
 from attnbackend.kernels.cpu._attention import paged_attention
-from attnbackend.kernels.cpu._build import BuildError, build_ops, load_ops
+from attnbackend.kernels.cpu._build import (
+    BuildError,
+    build_library_calls,
+    build_ops,
+    load_library_calls,
+    load_ops,
+)
 from attnbackend.kernels.cpu._build import build as build_library
 from attnbackend.kernels.cpu._cache_write import cache_write
 from attnbackend.kernels.cpu._library import library
@@ -21,11 +27,13 @@ __all__ = [
     "BuildError",
     "Target",
     "build_library",
+    "build_library_calls",
     "build_ops",
     "cache_write",
     "current_target",
     "find_target",
     "library",
+    "load_library_calls",
     "load_ops",
     "paged_attention",
     "unavailable_reason",

@@ -118,12 +118,20 @@ def _kernels(target: Target) -> _Source:
     )  # fmt: skip
 
 
-def _ops() -> _Source:
+def _ops(name: str, what: str, entry: str) -> _Source:
     torch_folder = Path(torch.__file__).parent
     return _Source(
-        "cpu_ops", "the CPU ops", _FOLDER / "torch_ops" / "ops.cpp", _OPS_FLAGS, ("-ltorch_cpu",),
+        name, what, _FOLDER / "torch_ops" / entry, _OPS_FLAGS, ("-ltorch_cpu", "-lc10"),
         places=(f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"),
     )  # fmt: skip
+
+
+def _cpu_ops() -> _Source:
+    return _ops("cpu_ops", "the CPU ops", "ops.cpp")
+
+
+def _library_calls() -> _Source:
+    return _ops("library_calls", "the calls of libraries' ops", "library_calls.cpp")
 
 
 def _run(command: list[str], scratch: Path) -> None:
@@ -161,7 +169,7 @@ def build(target: Target | None = None, *, anew: bool = False) -> Path:
 
 def build_ops(*, anew: bool = False) -> Path:
     """As `build`, of the library through which torch calls the kernels without Python."""
-    return _build(_ops(), anew)
+    return _build(_cpu_ops(), anew)
 
 
 def _build(source: _Source, anew: bool) -> Path:
@@ -207,6 +215,16 @@ def load_library(target: Target | None = None) -> ctypes.CDLL:
 def load_ops() -> ctypes.CDLL:
     """As `load_library`, of the ops; loading it registers them with torch."""
     return _load_or_rebuild(build_ops, _open)
+
+
+def build_library_calls(*, anew: bool = False) -> Path:
+    """As `build`, of the library through which ops of ours call a library's op without Python."""
+    return _build(_library_calls(), anew)
+
+
+def load_library_calls() -> ctypes.CDLL:
+    """As `load_ops`, of `build_library_calls`."""
+    return _load_or_rebuild(build_library_calls, _open)
 
 
 def _load_or_rebuild(build: Callable[..., Path], load: Callable[[Path], ctypes.CDLL]) -> ctypes.CDLL:

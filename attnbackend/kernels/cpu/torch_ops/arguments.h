@@ -12,7 +12,7 @@ struct TensorView {
   AtenTensorHandle handle = nullptr;
   int64_t rank = 0;
   int64_t *sizes = nullptr, *strides = nullptr;
-  int32_t dtype = -1, device = -1;
+  int32_t dtype = -1, device = -1, device_index = -1;
 
   explicit operator bool() const { return handle != nullptr; }
   void* data() const {
@@ -31,6 +31,7 @@ static TensorView view_of(AtenTensorHandle handle) {
   aoti_torch_get_strides(handle, &x.strides);
   aoti_torch_get_dtype(handle, &x.dtype);
   aoti_torch_get_device_type(handle, &x.device);
+  aoti_torch_get_device_index(handle, &x.device_index);
   return x;
 }
 
@@ -45,8 +46,8 @@ static int64_t dtype_code(const TensorView& x) {
 }
 
 // Arguments of a schema. `kinds` has a letter for each: T a tensor of one row a token, W any other tensor,
-// t and w the same where they may be absent, f a number, i an integer that changes nothing here, j an
-// integer or none, b a truth value, s a string.
+// t and w the same where they may be absent, P a tensor whose place in memory matters, f a number, i an integer
+// that changes nothing here, n one that does, j an integer or none, b a truth value, s a string.
 struct Arguments {
   StableIValue* stack;
   const char* kinds;
@@ -56,7 +57,7 @@ struct Arguments {
   Arguments(StableIValue* stack, const char* kinds) : stack(stack), kinds(kinds), count(0) {
     for (; kinds[count]; ++count) {
       const char kind = kinds[count];
-      if (kind == 'T' || kind == 'W') tensors[count] = view_of(as<AtenTensorHandle>(stack[count]));
+      if (kind == 'T' || kind == 'W' || kind == 'P') tensors[count] = view_of(as<AtenTensorHandle>(stack[count]));
       if ((kind == 't' || kind == 'w') && stack[count])
         tensors[count] = view_of(as<AtenTensorHandle>(given(count)));
     }

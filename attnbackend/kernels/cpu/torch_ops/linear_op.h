@@ -1,9 +1,16 @@
 // `packed_linear`: few rows by the kernel for them, many by oneDNN with the weight that Python packed.
 #pragma once
 #include <mutex>
-#include <unordered_map>
 
 #include "known_calls.h"
+
+// Set once by Python.
+struct Kernels {
+  int64_t (*attention)(const AttentionArgs*);
+  int64_t (*cache_write)(const WriteArgs*);
+  void (*linear)(const LinearArgs*);
+};
+static Kernels kernels = {};
 
 // Of torch's C interface, where torch has oneDNN.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise(
@@ -98,12 +105,12 @@ static AtenTensorHandle multiply_few(const TensorView& x, const TensorView& weig
   a.inputs = a.x_row = a.weight_row = inputs;
   a.dtype = dtype_code(x);
   a.threads = num_threads();
-  shared.linear(&a);
+  kernels.linear(&a);
   return output;
 }
 
 static AtenTensorHandle serve_linear(const Arguments& call) {
-  if (!serves_linear || !shared.linear || aoti_torch_grad_mode_is_enabled()) return nullptr;
+  if (!serves_linear || !kernels.linear || aoti_torch_grad_mode_is_enabled()) return nullptr;
   const TensorView x = call.tensor(0), weight = call.tensor(1), bias = call.tensor(2);
   if (!fits(x, weight, bias)) return nullptr;
   int64_t rows = 1;

@@ -2,6 +2,15 @@
 // them with `attnbackend_ops_kinds` before it lets any call be served here.
 #include "linear_op.h"
 
+// By a kernel of ours, which needs no lesson.
+template <bool (*serve_call)(const Arguments&)>
+struct ByKernel {
+  struct Lesson {};
+  static void sign_more(Signature&) {}
+  static bool serve(Lesson, const Arguments& call) { return serve_call(call); }
+  static Lesson take_lesson() { return {}; }
+};
+
 static bool has_rows(const TensorView& x, int64_t tokens) { return !x || x.sizes[0] == tokens; }
 
 // 0: one scale for all heads, 1: one each.
@@ -109,13 +118,13 @@ static bool serve_forward(const Arguments& call) {
   a.scale = call.number(8);
   a.soft_cap = call.number(13);
   a.threads = num_threads();
-  return shared.attention(&a) == 0;
+  return kernels.attention(&a) == 0;
 }
 
 static void forward(StableIValue* stack, uint64_t, uint64_t) {
-  static thread_local KnownCalls known;
+  static thread_local KnownCalls<ByKernel<serve_forward>> known;
   const Arguments call(stack, FORWARD);
-  run("attnbackend_python::cpu_attn_forward", call, known, [&] { return serve_forward(call); });
+  run("attnbackend_python::cpu_attn_forward", call, known);
 }
 
 // Both parts of the queries side by side: where they are, or in a buffer that lives as long as the thread.
@@ -156,13 +165,13 @@ static bool serve_forward_mqa(const Arguments& call) {
   a.paged = a.causal = 1;
   a.scale = call.number(7);
   a.threads = num_threads();
-  return shared.attention(&a) == 0;
+  return kernels.attention(&a) == 0;
 }
 
 static void forward_mqa(StableIValue* stack, uint64_t, uint64_t) {
-  static thread_local KnownCalls known;
+  static thread_local KnownCalls<ByKernel<serve_forward_mqa>> known;
   const Arguments call(stack, FORWARD_MQA);
-  run("attnbackend_python::cpu_mla_forward_mqa", call, known, [&] { return serve_forward_mqa(call); });
+  run("attnbackend_python::cpu_mla_forward_mqa", call, known);
 }
 
 // ---- cache writes -------------------------------------------------------------------------------
@@ -191,13 +200,13 @@ static bool serve_update(const Arguments& call) {
   w.v_scale = static_cast<const float*>(v_scale.data());
   w.v_scale_step = scale_step(v_scale);
   w.threads = num_threads();
-  return shared.cache_write(&w) == 0;
+  return kernels.cache_write(&w) == 0;
 }
 
 static void update(StableIValue* stack, uint64_t, uint64_t) {
-  static thread_local KnownCalls known;
+  static thread_local KnownCalls<ByKernel<serve_update>> known;
   const Arguments call(stack, UPDATE);
-  run("attnbackend_python::cpu_attn_kv_cache_update", call, known, [&] { return serve_update(call); });
+  run("attnbackend_python::cpu_attn_kv_cache_update", call, known);
 }
 
 static const char MLA_UPDATE[] = "TTWTwsi";
@@ -220,13 +229,13 @@ static bool serve_mla_update(const Arguments& call) {
   w.value_token = rope.strides[0];
   w.k_scale = w.v_scale = static_cast<const float*>(scale.data());
   w.threads = num_threads();
-  return shared.cache_write(&w) == 0;
+  return kernels.cache_write(&w) == 0;
 }
 
 static void mla_update(StableIValue* stack, uint64_t, uint64_t) {
-  static thread_local KnownCalls known;
+  static thread_local KnownCalls<ByKernel<serve_mla_update>> known;
   const Arguments call(stack, MLA_UPDATE);
-  run("attnbackend_python::cpu_mla_mla_kv_cache_update", call, known, [&] { return serve_mla_update(call); });
+  run("attnbackend_python::cpu_mla_mla_kv_cache_update", call, known);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attnbackend, CPU, library) {
@@ -247,15 +256,11 @@ const char* attnbackend_ops_kinds() {
       std::string(FORWARD) + " " + UPDATE + " " + FORWARD_MQA + " " + MLA_UPDATE + " " + LINEAR;
   return kinds.c_str();
 }
-void attnbackend_ops_share(const Shared* from_python) { shared = *from_python; }
+void attnbackend_ops_share(const Kernels* from_python) { kernels = *from_python; }
 void attnbackend_ops_serve_linear(int64_t serves) {
   serves_linear = serves;
   packed_is_valid = false;
 }
 void attnbackend_ops_packed_is_valid() { packed_is_valid = true; }
 void attnbackend_ops_forget_packed(const void* weight) { forget_packed(weight); }
-void attnbackend_ops_verdict(int64_t of_python, const char* what) {
-  verdict = of_python;
-  message = what;
-}
 }
