@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import enum
-import inspect
-import sys
-import types
-import uuid
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import torch.fx
 
+from attnbackend.fx_passes.fingerprints import pass_text
 from attnbackend.fx_passes.nodes import find_ops, tensor_of
 from attnbackend.fx_passes.shape_range import ShapeRange
 
@@ -108,56 +105,11 @@ class GraphPass(ABC):
     def run(self, graph_module: torch.fx.GraphModule) -> PassReport:
         """Rewrites ``graph_module.graph`` and says what it did."""
 
+    def settings(self) -> dict[str, Any]:
+        """What of the instance compiled code depends on: by default all of its fields."""
+        return vars(self)
+
     def fingerprint(self) -> str:
-        """What compiled code depends on: by default the pass's source file and the instance's fields."""
-        try:
-            source = inspect.getsource(sys.modules[type(self).__module__])
-        except (OSError, TypeError):  # typed at a prompt
-            source = f"{type(self).__qualname__} of process {_PROCESS}"
-        fields = sorted((name, _stable(value)) for name, value in vars(self).items())
-        return f"{source}{fields}"
-
-
-_PROCESS = uuid.uuid4().hex
-
-
-def _stable(value: Any, seen: frozenset[int] = frozenset()) -> str:
-    """A text that is the same in another process exactly when the value means the same."""
-    if isinstance(value, types.FunctionType):
-        return _stable_function(value, seen)
-    text = repr(value) + _source_of(type(value))
-    return f"{text} of process {_PROCESS}" if " at 0x" in text else text
-
-
-def _stable_function(function: types.FunctionType, seen: frozenset[int]) -> str:
-    """Its source, and what it reads: closure, defaults, plain values and functions of its module."""
-    if id(function) in seen:
-        return function.__qualname__
-    seen |= {id(function)}
-    reads = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    closure = [_stable(cell.cell_contents, seen) for cell in function.__closure__ or ()]
-    known = [(name, _stable(value, seen)) for name, value in reads.items() if _is_read(value, function)]
-    try:
-        source = inspect.getsource(function)
-    except OSError:  # typed at a prompt
-        return f"{function.__qualname__} of process {_PROCESS}"
-    return f"{source}{closure}{_stable(function.__defaults__)}{known}"
-
-
-_PLAIN = (str, bytes, int, float, tuple, list, set, frozenset, dict)
-
-
-def _is_read(value: Any, function: types.FunctionType) -> bool:
-    if isinstance(value, types.FunctionType):
-        return value.__module__ == function.__module__
-    return isinstance(value, _PLAIN)
-
-
-def _source_of(cls: type) -> str:
-    """Of a class written in Python elsewhere; its repr says nothing of its methods."""
-    if cls.__module__.partition(".")[0] in ("builtins", "torch"):
-        return ""
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):
-        return f" of process {_PROCESS}" if cls.__module__ == "__main__" else ""
+        """What compiled code depends on: the settings, the sources of the pass's class, of the classes that
+        it is derived from, and of the modules of these with what they import; torch's and ours are known."""
+        return f"{self.name}{pass_text(type(self), self.settings())}"

@@ -76,8 +76,8 @@ class RecogniseAttention(GraphPass):
             graph_module.recompile()
         return PassReport(self.name, tuple(changes), tuple(misses))
 
-    def fingerprint(self) -> str:
-        return f"{self.name}, {'dense' if self.paged is None else 'paged'}"
+    def settings(self) -> dict[str, Any]:
+        return {"is_paged": self.paged is not None}
 
     def _paged(
         self, graph_module: GraphModule, form: AttentionForm, place: int

@@ -67,9 +67,8 @@ class UndoFunctionalization(GraphPass):
             graph_module.recompile()
         return PassReport(self.name, tuple(changes), tuple(misses))
 
-    def fingerprint(self) -> str:
-        table = sorted((op.name(), names) for op, names in self.table.items())
-        return f"{self.name}{table}"
+    def settings(self) -> dict[str, Any]:
+        return {"table": sorted((op.name(), names) for op, names in self.table.items())}
 
 
 def _written_names(op: torch._ops.OpOverload) -> list[str]:
