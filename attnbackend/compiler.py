@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from torch.fx import GraphModule
 
 from attnbackend._torch_compat import cache_key, compiler_backend
 from attnbackend.fx_passes import Change, GraphPass, PassManager, PassReport, SelectBackend, installed_passes
-from attnbackend.fx_passes.retarget import OpSite, check_sites, op_sites
+from attnbackend.fx_passes.retarget import OpSite, calls_in, check_not_empty, check_sites, op_sites
 from attnbackend.fx_passes.select_backend import BackendChoice
 from attnbackend.ops.generate import backend_op
 from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE
@@ -35,6 +36,8 @@ class CompilerWithPasses:
         self.num_graphs = 0
         self.sites: list[OpSite] = []
         """Every attention and cache write in the graphs."""
+        self.calls: Counter[str] = Counter()
+        """What the graphs call, and how often."""
         self.retargeted_to: str | None = None
         self._readers: dict[str | None, str] = {}
         self._writers: dict[str | None, str] = {}
@@ -44,7 +47,7 @@ class CompilerWithPasses:
 
     def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         reports = self.manager.run(graph_module)
-        sites = op_sites(graph_module)
+        sites, calls = op_sites(graph_module), calls_in(graph_module)
         if self.retargeted_to is not None:
             self._redirect(sites, self.retargeted_to)
         with cache_key(f"attnbackend-passes:{self.manager.uuid()}"):
@@ -52,6 +55,7 @@ class CompilerWithPasses:
         # Dynamo restarts a trace by an exception out of the inner compiler; only what succeeds counts.
         self.reports += reports
         self.sites += sites
+        self.calls += calls
         self.num_graphs += 1
         return self._redirectable(compiled)
 
@@ -66,6 +70,8 @@ class CompilerWithPasses:
 
     def retarget(self, backend: str) -> list[Change]:
         """See `fx_passes.retarget`."""
+        if self.num_graphs:
+            check_not_empty(self.sites, self.calls)
         changes = self._redirect(self.sites, backend)
         self.retargeted_to = backend
         return changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
@@ -28,6 +29,7 @@ from attnbackend.fx_passes import (
     ShapeRange,
     Site,
     Stage,
+    diff_html,
     graph_text,
     plugins,
 )
@@ -141,6 +143,35 @@ def test_graphs_are_written_before_and_after(tmp_path: Path) -> None:
         assert text in texts[names[0]]
     for text in ("diff_chg", "<title>000_0_select_backend</title>"):
         assert text in texts[names[2]]
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b", "../up", "/etc/x", "a\\b", "c:d", "x.before", "", "n\0l", "ä<b>&\udc80", "long" * 99]
+)
+def test_every_name_of_a_pass_has_its_files(name: str, tmp_path: Path) -> None:
+    """Its own, in the folder: another pass of nearly that name, right behind it, gets others."""
+    names = [name, name.replace("/", "_"), name + "_"]
+    passes = [Named(n, Stage.FUSE, []) for n in names]
+    PassManager(passes, dump_folder=tmp_path / "dumps").run(exported().graph_module)
+    written = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
+    assert len(written) == 9
+    for place, path in enumerate(written[2::3]):
+        assert path.parent.name == "dumps"
+        assert path.name.startswith(f"000_{place}_")
+        assert path.suffix == ".html"
+    texts = [(tmp_path / path).read_text() for path in written[::3]]
+    assert [text.splitlines()[-1] for text in texts] == [
+        f"{n}: 0 changes".encode(errors="backslashreplace").decode().splitlines()[-1] for n in names
+    ]
+
+
+def test_nothing_reaches_html_as_markup() -> None:
+    evil = "</title></td><script>alert('x')</script>&amp;"
+    page = diff_html(f"a = {evil}", f"b = {evil}", evil)
+    assert "<script" not in page
+    assert page.count("</title>") == 1
+    assert f"<title>{html.escape(evil)}</title>" in page
+    assert "&amp;amp;" in page
 
 
 def writes(graph: torch.fx.Graph) -> list[torch.fx.Node]:

@@ -166,6 +166,62 @@ def test_other_things_cannot_be_retargeted() -> None:
         retarget(torch.compile(torch.nn.Linear(2, 2)), "TORCH_SDPA")
 
 
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x @ x) @ x
+
+
+def latent(*given: torch.Tensor) -> None:
+    torch.ops.attnbackend.mla_kv_cache_update(*given)
+
+
+def without_attention() -> list[tuple[object, str]]:
+    """What has no attention that could go elsewhere, and what is found there instead."""
+    square = torch.ones(2, 2)
+    given = (torch.ones(2, 8), torch.ones(2, 4), torch.ones(3, 16, 12), torch.arange(2))
+    graph = torch.fx.symbolic_trace(rotate)
+    program = torch.export.export(module_of(latent), given).run_decompositions()
+    compiled = attnbackend.compile(rotate, compiler="eager")
+    compiled(square)
+    own = compile_layers([layer := module_of(rotate)], compiler="eager")
+    layer(square)
+    return [
+        (graph, "2 x matmul, 1 x relu"), (torch.fx.GraphModule({}, torch.fx.Graph()), "none at all"),
+        (program, "1 x attnbackend::mla_kv_cache_update"), (compiled, "2 x matmul, 1 x relu"),
+        (own, "2 x matmul, 1 x relu"),
+    ]  # fmt: skip
+
+
+def module_of(function: Callable[..., object]) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.forward = function  # type: ignore[method-assign]
+    return module
+
+
+def test_what_has_no_attention_is_refused_with_what_it_has() -> None:
+    for target, found in without_attention():
+        with pytest.raises(ValueError, match=r"looked for attnbackend::attention, .*found none") as raised:
+            retarget(target, "TORCH_SDPA")
+        assert found in str(raised.value)
+        assert "retargeted" not in str(getattr(target, "attnbackend_compiler", ""))
+
+
+def test_what_is_not_compiled_yet_is_retargeted(calls: Counter[str]) -> None:
+    compiled, _ = whole(make_stack(num_layers=1))
+    assert not retarget(compiled, "TORCH_SDPA")
+    calls.clear()
+    compiled(*random_batch(1))
+    assert calls == {"SDPA forward": 1, "CPU write": 1}
+
+
+def test_graphs_inside_of_a_graph_are_retargeted() -> None:
+    program = exported()
+    graph = torch.fx.Graph()
+    graph.output(graph.call_module("inner"))
+    outer = torch.fx.GraphModule({"inner": program.graph_module}, graph)
+    assert len(retarget(outer, "CPU_ATTN")) == 2
+    assert "cpu_attn_forward" in program.graph_module.code
+
+
 def test_retargeting_takes_less_than_a_tenth_of_compiling() -> None:
     """Even of the quickest compilation there is; `benchmarks/compile_time.py` has Inductor's figures."""
     stack = make_stack(num_layers=8)

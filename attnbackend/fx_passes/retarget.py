@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from attnbackend._torch_compat import FUNCTIONALIZED
 from attnbackend.backend import KVCacheDims
 from attnbackend.fx_passes.base import Change
+from attnbackend.fx_passes.forms import name_of
 from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
 from attnbackend.ops.bind import attention_config, cache_dims, update_config
 from attnbackend.ops.generate import backend_of_op, backend_op
-from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, OpRole, role_of
+from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, NAMESPACE, OpRole, role_of
 from attnbackend.registry import require_implemented, resolve_backend
 from attnbackend.selector import AttentionSelectorConfig, backend_reasons
 
-__all__ = ["OpSite", "check_sites", "op_sites", "reasons_against", "retarget"]
+__all__ = [
+    "OpSite",
+    "calls_in",
+    "check_not_empty",
+    "check_sites",
+    "op_sites",
+    "reasons_against",
+    "retarget",
+]
 
 
 @dataclass(frozen=True)
@@ -50,9 +61,45 @@ class OpSite:
 
 
 def op_sites(graph_module: GraphModule) -> list[OpSite]:
-    """Of every op in the graph that belongs to the dense pair."""
-    sites = (OpSite.of(op) for op in find_ops(graph_module.graph))
+    """Of every op in the graph, and in graphs inside of it, that belongs to the dense pair."""
+    sites = (OpSite.of(op) for op in _all_ops(graph_module))
     return [site for site in sites if site is not None]
+
+
+def _all_ops(graph_module: GraphModule) -> Iterator[OpNode]:
+    """In branches, loops and pieces too, which are graphs of their own."""
+    for graph in _graphs(graph_module):
+        yield from find_ops(graph.graph)
+
+
+def _graphs(graph_module: GraphModule) -> list[GraphModule]:
+    return [module for module in graph_module.modules() if isinstance(module, GraphModule)]
+
+
+def calls_in(graph_module: GraphModule) -> Counter[str]:
+    """What a graph calls, and how often; graphs inside of it counted."""
+    nodes = (node for module in _graphs(graph_module) for node in module.graph.nodes)
+    return Counter(_called(node) for node in nodes if node.op.startswith("call_"))
+
+
+def _called(node: Node) -> str:
+    target: Any = node.args[0] if node.target in FUNCTIONALIZED else node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.name()
+    return name_of(node) or f"module {target}"
+
+
+def check_not_empty(sites: Iterable[OpSite], calls: Mapping[str, int]) -> None:
+    """Raises ValueError where there is nothing to retarget, with what there is instead."""
+    if any(True for _ in sites):
+        return
+    wanted = ", ".join(f"{NAMESPACE}::{op}" for op in ("attention", "kv_cache_update"))
+    listed = ", ".join(f"{n} x {name}" for name, n in sorted(calls.items())) or "none at all"
+    raise ValueError(
+        f"nothing to retarget: looked for {wanted} and backends' ops of these roles (ops of latent attention "
+        f"are not retargeted), and found none; the calls are: {listed}. Give the graph that holds the model's "
+        "attention; fx_passes.RecogniseAttention finds attention in other words"
+    )
 
 
 def reasons_against(site: OpSite, backend: str) -> list[str]:
@@ -100,7 +147,8 @@ def retarget(target: Any, backend: str) -> list[Change]:
 
     Raises:
         TypeError: ``target`` is none of these.
-        ValueError: the backend is unknown, or cannot serve at one of the places; nothing is changed then.
+        ValueError: the backend is unknown, or cannot serve at one of the places, or there is no attention
+            and no cache write, in a graph or in all that was compiled so far; nothing is changed then.
     """
     if isinstance(target, torch.export.ExportedProgram):
         target = target.graph_module
@@ -116,14 +164,16 @@ def retarget(target: Any, backend: str) -> list[Change]:
 
 
 def _retarget_graph(graph_module: GraphModule, backend: str) -> list[Change]:
-    check_sites(op_sites(graph_module), backend)
+    sites = op_sites(graph_module)
+    check_not_empty(sites, calls_in(graph_module))
+    check_sites(sites, backend)
     changes = []
-    for op in list(find_ops(graph_module.graph)):
+    for op in list(_all_ops(graph_module)):
         site = OpSite.of(op)
         own = backend_op(backend, site.role) if site else None
         if site is not None and own is not None and own is not op.op:
             op.set_op(own)
             changes.append(Change(op.node.name, op.op.name(), own.name(), "retargeted"))
-    if changes:
-        graph_module.recompile()
+    for changed in _graphs(graph_module) if changes else ():
+        changed.recompile()
     return changes
