@@ -35,6 +35,7 @@ __all__ = [
     "inductor_code",
     "inductor_graph_pass",
     "load_aoti_package",
+    "makes_sizes",
     "mark_dynamic",
     "multiply_packed",
     "no_duck_shapes",
@@ -130,6 +131,13 @@ def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(a == b)
+
+
+def makes_sizes(value: Any, inputs: Sequence[Any]) -> bool:
+    """Whether a value has sizes that depend on data of the inputs, not on their sizes."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return not free_unbacked_symbols(value) <= set().union(*map(free_unbacked_symbols, inputs))
 
 
 def run_on_program(

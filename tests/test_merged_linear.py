@@ -47,7 +47,7 @@ class Heads(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         q, kv = self.q_proj(x).view(-1, 3, 8), self.kv_proj(x)
         low, high = q.split((3, 5), -1)
-        return low.transpose(0, 1), high * 2, kv[..., 4:]
+        return low.transpose(0, 1).exp(), high * 2, kv[..., 4:] - 1
 
 
 def test_what_graphs_say_of_strides_is_true_after_the_pass() -> None:

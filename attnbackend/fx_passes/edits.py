@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from attnbackend._torch_compat import fake_mode_of, trace_fake
-from attnbackend.fx_passes.forms import ASSERTION, Viewed, name_of, shape_of
+from attnbackend._torch_compat import fake_mode_of, makes_sizes, same_size, trace_fake
+from attnbackend.fx_passes.forms import ASSERTION, NoMatch, Viewed, name_of, shape_of
 from attnbackend.fx_passes.nodes import may_write, tensor_of
 
 __all__ = [
@@ -20,8 +20,8 @@ __all__ = [
     "first_write_between",
     "insert_traced",
     "nodes_between",
-    "refresh_strides",
     "remove_unused",
+    "restrided",
 ]
 
 aten = torch.ops.aten
@@ -133,28 +133,92 @@ def nodes_between(outputs: Iterable[Node], inputs: Iterable[Node]) -> set[Node]:
     return found | {user for node in found for user in node.users if name_of(user) == ASSERTION}
 
 
-def refresh_strides(graph: Graph, changed: Iterable[Node]) -> None:
-    """Gives what reads ``changed``, whose strides are others now, the strides that follow from them."""
-    stale = set(changed)
+_TAKE_LAYOUT = {
+    "as_strided", "as_strided_", "as_strided_scatter", "data_ptr", "is_contiguous", "is_set_to", "resize_",
+    "resize_as_", "set_", "squeeze_", "storage_offset", "stride", "swapaxes_", "swapdims_", "t_",
+    "transpose_", "unsqueeze_", "untyped_storage",
+}  # fmt: skip
+"""Calls that tell, or depend on, where in memory the elements of a tensor lie, or that change it."""
+
+
+def restrided(graph: Graph, changed: Mapping[Node, Any]) -> dict[Node, Any]:
+    """What nodes stand for once those of ``changed`` have other strides; the graph is left as it is.
+
+    Args:
+        graph: the graph.
+        changed: what some of its nodes will stand for; shapes and types are those of before.
+
+    Returns:
+        ``changed``, and each value whose strides follow from them.
+
+    Raises:
+        NoMatch: somebody could tell; says who.
+    """
+    new = dict(changed)
+    for node, value in new.items():
+        _check_same(node, tensor_of(node), value)
     for node in graph.nodes:
-        if node in stale or stale.isdisjoint(node.all_input_nodes) or may_write(node):
+        if node in new or new.keys().isdisjoint(node.all_input_nodes):
             continue
-        key = next((key for key in ("val", "example_value") if key in node.meta), None)
-        if key is None or node.op not in ("call_function", "call_method"):
-            continue
-        args: Any = map_arg(node.args, tensor_of)
-        kwargs: Any = map_arg(node.kwargs, tensor_of)
-        target: Any = getattr(type(args[0]), str(node.target)) if node.op == "call_method" else node.target
-        with fake_mode_of(args, kwargs):
-            value = target(*args, **kwargs)
-        if _strides(value) != _strides(node.meta[key]):
-            node.meta[key] = value
-            stale.add(node)
+        _check_layout_is_free(node, next(n for n in node.all_input_nodes if n in new))
+        before = node.meta.get("val", node.meta.get("example_value"))
+        if not _has_tensors(before) or makes_sizes(before, [tensor_of(n) for n in node.all_input_nodes]):
+            continue  # Elements that it picks lie anew, wherever they lay.
+        value = _evaluated(node, new)
+        _check_same(node, before, value)
+        if _layouts(value) != _layouts(before):
+            new[node] = value
+    return new
 
 
-def _strides(value: Any) -> Any:
+def _check_layout_is_free(node: Node, source: Node) -> None:
+    if node.op == "output":
+        raise NoMatch(f"{source} is returned, and would have other strides")
+    if name_of(node) in _TAKE_LAYOUT or node.op == "call_module" or not _is_plain_call(node):
+        raise NoMatch(
+            f"{node} is {name_of(node) or node.target}, and may take strides of {source} for granted"
+        )
+
+
+def _is_plain_call(node: Node) -> bool:
+    """False: a function that holds graphs or kernels, with constants that were found while tracing."""
+    return not isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def _has_tensors(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return [_strides(part) for part in value]
+        return any(map(_has_tensors, value))
+    return isinstance(value, torch.Tensor)
+
+
+def _evaluated(node: Node, new: Mapping[Node, Any]) -> Any:
+    def value(n: Node) -> Any:
+        return new[n] if n in new else tensor_of(n)
+
+    args: Any = map_arg(node.args, value)
+    kwargs: Any = map_arg(node.kwargs, value)
+    target: Any = getattr(type(args[0]), str(node.target)) if node.op == "call_method" else node.target
+    try:
+        with fake_mode_of(args, kwargs):
+            return target(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        raise NoMatch(f"{node} does not take other strides: {str(error).splitlines()[0]}") from error
+
+
+def _check_same(node: Node, before: Any, after: Any) -> None:
+    """Whether values are equal but for where their elements lie."""
+    if isinstance(before, (list, tuple)):
+        for x, y in zip(before, after, strict=True):
+            _check_same(node, x, y)
+    elif isinstance(before, torch.Tensor):
+        is_same = before.dtype == after.dtype and before.dim() == after.dim()
+        if not is_same or not all(map(same_size, before.shape, after.shape)):
+            raise NoMatch(f"{node} would be {after.dtype} {tuple(after.shape)}, not {before.dtype} as it is")
+
+
+def _layouts(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_layouts(part) for part in value]
     return (value.stride(), value.storage_offset()) if isinstance(value, torch.Tensor) else None
 
 

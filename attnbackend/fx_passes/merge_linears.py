@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
-from attnbackend.fx_passes.base import Change, GraphPass, PassReport
-from attnbackend.fx_passes.edits import emit, refresh_strides
+from attnbackend._torch_compat import FakeTensor, fake_mode_of
+from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport
+from attnbackend.fx_passes.edits import emit, restrided
+from attnbackend.fx_passes.forms import NoMatch
 from attnbackend.fx_passes.nodes import may_write, tensor_of
 from attnbackend.ops.merged_linear import merged_linear
 
@@ -20,43 +23,47 @@ __all__ = ["MergeLinears"]
 class MergeLinears(GraphPass):
     """Joins calls of ``F.linear`` on one input, of one dtype, all with a bias or all without.
 
-    Weights and biases must be inputs of the graph, not computed in it.
     It runs on Dynamo's graph, for models whose weights `layers.merge_linears` laid together; where they do
-    not lie so the answer is the same, at the cost of a copy. Calls with a write of any memory between them
-    are left alone: it may be of their input.
+    not lie so the answer is the same, at the cost of a copy.
+
+    Each layer's output is then a part of the joint one, with the strides of that. Layers are left alone, with
+    the reason, where somebody could tell: an output is returned, or goes where strides are taken for granted;
+    where a weight or bias is computed in the graph; where a write of any memory, or a change of mode such as
+    autocast, comes between them; where anything needs a gradient, which the op does not give.
     """
 
     name = "merge_linears"
 
     def run(self, graph_module: GraphModule) -> PassReport:
-        graph = graph_module.graph
-        changes = tuple(_merge(graph, nodes) for nodes in _siblings(graph))
+        graph, changes, misses = graph_module.graph, [], []
+        for nodes in _siblings(graph):
+            names = ", ".join(node.name for node in nodes)
+            try:
+                changes.append(_merge(graph, nodes, names))
+            except NoMatch as no:
+                misses.append(NearMiss(names, "joint product", (str(no),)))
         if changes:
             graph_module.recompile()
-        return PassReport(self.name, changes)
+        return PassReport(self.name, tuple(changes), tuple(misses))
 
 
-def _siblings(graph: Graph) -> list[list[Node]]:
-    groups: dict[Any, list[Node]] = {}
+def _siblings(graph: Graph) -> Iterator[list[Node]]:
+    """Layers on one input: those that may be joined together; those that may not, each alone."""
+    by_input: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is F.linear:
-            x, weight, bias = _arguments(node)
-            if _is_given(weight) and (bias is None or _is_given(bias)):
-                groups.setdefault((x, tensor_of(weight).dtype, bias is None), []).append(node)
-    return [nodes for nodes in groups.values() if len(nodes) > 1 and not _has_writes_between(nodes)]
+            by_input.setdefault(_arguments(node)[0], []).append(node)
+    for nodes in by_input.values():
+        groups: dict[Any, list[Node]] = {}
+        for node in nodes if len(nodes) > 1 else ():
+            _, weight, bias = _arguments(node)
+            is_given = all(_is_given(x) for x in (weight, bias) if x is not None)
+            groups.setdefault((is_given or node, tensor_of(weight).dtype, bias is None), []).append(node)
+        yield from groups.values()
 
 
 def _is_given(value: Any) -> bool:
     return isinstance(value, Node) and value.op in ("placeholder", "get_attr")
-
-
-def _has_writes_between(nodes: list[Node]) -> bool:
-    node = nodes[0]
-    while node is not nodes[-1]:
-        node = node.next
-        if may_write(node):
-            return True
-    return False
 
 
 def _arguments(node: Node) -> tuple[Any, Any, Any]:
@@ -64,13 +71,43 @@ def _arguments(node: Node) -> tuple[Any, Any, Any]:
     return named["input"], named["weight"], named.get("bias")
 
 
-def _merge(graph: Graph, nodes: list[Node]) -> Change:
+def _check(nodes: list[Node]) -> None:
+    for node in nodes:
+        _, weight, bias = _arguments(node)
+        if computed := [x for x in (weight, bias) if x is not None and not _is_given(x)]:
+            raise NoMatch(f"{computed[0]} is computed in the graph")
+        if type(tensor_of(weight)) is not FakeTensor or tensor_of(weight).dim() != 2:
+            raise NoMatch(f"{weight} is no plain matrix, but {tensor_of(weight)}")
+        if tensor_of(node).requires_grad:
+            raise NoMatch(f"{node} needs a gradient, which {merged_linear.name()} does not give")
+    if len(nodes) == 1:
+        raise NoMatch(
+            f"no other layer on {_arguments(nodes[0])[0]} has its dtype, and a bias as it has or not"
+        )
+    if (between := _write_between(nodes)) is not None:
+        raise NoMatch(f"{between} may write memory, or change a mode, between them")
+
+
+def _write_between(nodes: list[Node]) -> Node | None:
+    node = nodes[0]
+    while node is not nodes[-1]:
+        node = node.next
+        if may_write(node):
+            return node
+    return None
+
+
+def _merge(graph: Graph, nodes: list[Node], names: str) -> Change:
     """The joint product where the first of them is; each layer's share of it in its place."""
+    _check(nodes)
     found = [_arguments(node) for node in nodes]
     x, weights = found[0][0], [weight for _, weight, _ in found]
     biases = [] if found[0][2] is None else [bias for *_, bias in found]
-    names = [node.name for node in nodes]
     sizes = [tensor_of(weight).shape[0] for weight in weights]
+    restrided(graph, dict(zip(nodes, _shares(x, weights, biases, sizes), strict=True)))
+    for given in (*weights, *biases):
+        if given.op == "get_attr":
+            nodes[0].prepend(given)
     with graph.inserting_before(nodes[0]):
         whole = emit(graph, merged_linear, x, weights, biases, like=nodes[0])
         parts = emit(graph, torch.split, whole, sizes, -1, like=nodes[0])
@@ -78,5 +115,13 @@ def _merge(graph: Graph, nodes: list[Node]) -> Change:
     for node, share in zip(nodes, shares, strict=True):
         node.replace_all_uses_with(share)
         graph.erase_node(node)
-    refresh_strides(graph, shares)
-    return Change(", ".join(names), f"{len(nodes)} x linear", merged_linear.name(), f"all read {x.name}")
+    for node, value in restrided(graph, {share: tensor_of(share) for share in shares}).items():
+        node.meta["val" if "val" in node.meta else "example_value"] = value
+    return Change(names, f"{len(nodes)} x linear", merged_linear.name(), f"all read {x.name}")
+
+
+def _shares(x: Node, weights: Sequence[Node], biases: Sequence[Node], sizes: list[int]) -> Sequence[Any]:
+    """What the layers' outputs would be: parts of the joint one."""
+    given: Any = [tensor_of(x), *([tensor_of(y) for y in ys] for ys in (weights, biases))]
+    with fake_mode_of(given):
+        return torch.split(merged_linear(*given), sizes, -1)

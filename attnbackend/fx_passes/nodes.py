@@ -107,8 +107,13 @@ def _written_arguments(op: torch._ops.OpOverload) -> list[Any]:
 
 
 def may_write(node: Node) -> bool:
-    """Whether a call may write memory that was there before, judged by its schema or else by its name."""
+    """Whether a call may write memory that was there before, judged by its schema or else by its name.
+
+    A mode in which other calls run, such as autocast, counts as memory.
+    """
     name = getattr(node.target, "__name__", str(node.target))
+    if node.op == "call_function" and name.startswith(_MODES):
+        return True
     if node.target in _WRITING_OPERATORS or "out" in node.kwargs or node.kwargs.get("inplace") is True:
         return True
     if node.op == "call_method" and (name.startswith("__i") or name == "__setitem__"):
@@ -119,6 +124,10 @@ def may_write(node: Node) -> bool:
     return name == _TRITON_CALL or (name.endswith("_") and not name.endswith("__"))
 
 
+_MODES = (
+    "_enter_", "_exit_", "_set_", "set_", "_vmap_", "_grad_", "_jvp_", "_func_", "_saved_tensors_hooks_",
+)  # fmt: skip
+"""How names of functions begin that change the mode."""
 _WRITING_OPERATORS = {
     operator.setitem, operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imatmul,
     operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift, operator.isub,

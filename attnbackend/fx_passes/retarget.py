@@ -97,7 +97,7 @@ def check_not_empty(sites: Iterable[OpSite], calls: Mapping[str, int]) -> None:
     listed = ", ".join(f"{n} x {name}" for name, n in sorted(calls.items())) or "none at all"
     raise ValueError(
         f"nothing to retarget: looked for {wanted} and backends' ops of these roles (ops of latent attention "
-        f"are not retargeted), and found none; the calls are: {listed}. Give the graph that holds the model's "
+        f"are not retargeted), and found none; the calls are: {listed}. Give what holds the model's "
         "attention; fx_passes.RecogniseAttention finds attention in other words"
     )
 
