@@ -11,7 +11,7 @@ from model_zoo import make_model
 
 from attnbackend import Engine, SamplingParams
 from attnbackend.compiler import make_compiler
-from attnbackend.fx_passes import FuseLatentRopeCacheWrite, FuseRopeCacheWrite, GraphPass
+from attnbackend.fx_passes import FuseLatentRopeCacheWrite, FuseRopeCacheWrite, GraphPass, MergeLinears
 from attnbackend.integrations import transformers as transformers_models
 from attnbackend.integrations.transformers import TransformersModel
 from attnbackend.kernels.triton import unavailable_reason
@@ -30,6 +30,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _no_code_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_models, "make_compiler", partial(make_compiler, compiler="aot_eager"))
+    monkeypatch.setattr(transformers_models, "pack_linears", lambda *_, **__: None)  # as on a GPU
 
 
 def generate(served: TransformersModel, compile: bool) -> list[list[int]]:
@@ -60,7 +61,7 @@ def test_every_graph_of_a_layer_is_fused_and_tokens_stay(name: str, what: str) -
     expected = generate(TransformersModel(model), compile=False)
     passes: list[GraphPass] = [FuseRopeCacheWrite(), FuseLatentRopeCacheWrite()]
     own, other = reversed(passes) if is_latent else passes
-    served = TransformersModel(model, passes=[own, other])
+    served = TransformersModel(model, passes=[own, other, MergeLinears()])
     assert generate(served, compile=True) == expected
     by_pass = [[r for r in served.compiler.reports if r.pass_name == p.name] for p in (own, other)]
     assert len(by_pass[0]) >= 2
@@ -68,3 +69,6 @@ def test_every_graph_of_a_layer_is_fused_and_tokens_stay(name: str, what: str) -
         assert [change.before.split(", attnbackend")[0] for change in report.changes] == [what], str(report)
         assert not report.near_misses, str(report)
     assert not any(report.changes or report.near_misses for report in by_pass[1])
+    for report in (r for r in served.compiler.reports if r.pass_name == MergeLinears.name):
+        assert len(report.changes) == 2, str(report)
+        assert not report.near_misses, str(report)

@@ -81,9 +81,7 @@ def _check(nodes: list[Node]) -> None:
         if tensor_of(node).requires_grad:
             raise NoMatch(f"{node} needs a gradient, which {merged_linear.name()} does not give")
     if len(nodes) == 1:
-        raise NoMatch(
-            f"no other layer on {_arguments(nodes[0])[0]} has its dtype, and a bias as it has or not"
-        )
+        raise NoMatch(f"its dtype or its bias sets it apart from others on {_arguments(nodes[0])[0]}")
     if (between := _write_between(nodes)) is not None:
         raise NoMatch(f"{between} may write memory, or change a mode, between them")
 
