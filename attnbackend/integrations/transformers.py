@@ -23,7 +23,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from attnbackend._torch_compat import compiled_call, run_module, set_compiled_call, with_own_code
 from attnbackend.compiler import make_compiler
 from attnbackend.forward_context import get_forward_context
-from attnbackend.fx_passes import FuseRopeCacheWrite, GraphPass, MergeLinears, SelectBackend
+from attnbackend.fx_passes import (
+    FuseLatentRopeCacheWrite,
+    FuseRopeCacheWrite,
+    GraphPass,
+    MergeLinears,
+    SelectBackend,
+)
 from attnbackend.host_memory import keep_freed_memory, move_to_huge_pages
 from attnbackend.integrations.dense_cache import attend_dense
 from attnbackend.integrations.dense_masks import (
@@ -138,7 +144,7 @@ class TransformersModel:
     Args:
         model: a model such as ``AutoModelForCausalLM`` gives, in evaluation mode.
         passes: what to run on compiled layers besides `SelectBackend` and `MergeLinears`; None: on a GPU,
-            `FuseRopeCacheWrite`.
+            `FuseRopeCacheWrite` and `FuseLatentRopeCacheWrite`.
         merges_linears: on a GPU, lay the weights of linear layers of one input together and multiply at once.
 
     Raises:
@@ -159,8 +165,9 @@ class TransformersModel:
         self.max_model_len = _longest_sequence(text_config)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        on_gpu = (FuseRopeCacheWrite(),) if self.device.type == "cuda" else ()
-        self._passes: Sequence[GraphPass] = on_gpu if passes is None else tuple(passes)
+        on_gpu = (FuseRopeCacheWrite(), FuseLatentRopeCacheWrite())
+        by_default = on_gpu if self.device.type == "cuda" else ()
+        self._passes: Sequence[GraphPass] = by_default if passes is None else tuple(passes)
         self._merges_linears = merges_linears
         self.num_merged = 0
         """Groups of linear layers whose weights were laid together, see `merge_linears`."""
