@@ -16,8 +16,9 @@ from attnbackend.metadata import BatchLimits
 from attnbackend.ops.generate import backend_op
 from attnbackend.ops.library import MLA_ATTENTION
 from attnbackend.selector import backend_reasons
-from attnbackend.testing import assert_within_rule
-from attnbackend.testing.reference_mla import plain_torch_mla, reference_mla
+from attnbackend.testing import assert_within_rule, assert_within_spread
+from attnbackend.testing.reference_mla import LatentRequest, plain_torch_mla, reference_mla
+from attnbackend.testing.rounding import float32_latent_spread
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DENSE = ["TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA"]
@@ -44,9 +45,25 @@ def sizes_of(name: str) -> dict[str, Any]:
 
 
 def judge(batch: MLABatch, output: torch.Tensor, lse: torch.Tensor) -> None:
-    exact, plain = expected(batch, torch.float64), expected(batch, BF16)
-    assert_within_rule(output, exact[0], plain[0])
-    assert_within_rule(lse, exact[1], plain[1], what="lse")
+    exact = expected(batch, torch.float64)
+    if batch.query.dtype is torch.float32:
+        known, hold = spread(batch), assert_within_spread
+    else:
+        known, hold = expected(batch, batch.query.dtype), assert_within_rule
+    hold(output, exact[0], known[0])
+    hold(lse, exact[1], known[1], what="lse")
+
+
+def spread(batch: MLABatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far float32 may stray: the largest errors of few rows are luck."""
+    starts = batch.query_start_loc.tolist()
+    requests = [
+        LatentRequest(slice(*starts[i : i + 2]), rows[:, : batch.rank].cpu(), rows[:, batch.rank :].cpu())
+        for i, rows in enumerate(batch.rows)
+        if len(rows) and starts[i] < starts[i + 1]
+    ]
+    latent, rope = (q.cpu() for q in batch.queries)
+    return float32_latent_spread.mqa(latent, rope, requests, scale=batch.scale)
 
 
 def run(name: str, batch: MLABatch, output: torch.Tensor, lse: torch.Tensor, **extra: Any) -> None:
@@ -90,9 +107,7 @@ def test_other_caches(name: str, kind: str, changes: dict[str, Any]) -> None:
     )  # fmt: skip
     output, lse = batch.empty_results()
     run(name, batch, output, lse, kv_cache_dtype=kind)
-    exact, plain = expected(batch, torch.float64), expected(batch, batch.query.dtype)
-    assert_within_rule(output, exact[0], plain[0])
-    assert_within_rule(lse, exact[1], plain[1], what="lse")
+    judge(batch, output, lse)
 
 
 def common_of(batch: MLABatch) -> CommonAttentionMetadata:

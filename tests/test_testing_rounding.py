@@ -24,7 +24,8 @@ from attnbackend.testing import (
 )
 from attnbackend.testing.batches import _dense, rounding_spread
 from attnbackend.testing.reference import AttentionFeatures, DenseAttention, _softmax_with_sink
-from attnbackend.testing.rounding import _sum_variance
+from attnbackend.testing.reference_mla import LatentAttention, LatentRequest, reference_mla
+from attnbackend.testing.rounding import _sum_variance, float32_latent_spread
 
 LONG = AttentionCase(query_lens=(1,), context_lens=(1023,), num_heads=8, num_kv_heads=2, head_size=128)
 SHORT = replace(LONG, query_lens=(5, 1, 1), context_lens=(0, 33, 70))
@@ -154,6 +155,54 @@ def test_the_variance_of_a_sum_is_that_of_float32(offset: float) -> None:
         errors.append(float(total) - float(exact.sum()))
     derived = float(_sum_variance(exact.sum(), (exact**2).sum(), 64))
     assert 1.0 < derived / float(torch.tensor(errors).square().mean()) < 16.0
+
+
+@dataclass(frozen=True)
+class LatentsInOrder(LatentAttention):
+    """Honest float32, every sum in one order of its terms; `bits` fewer of the operands are a fault."""
+
+    bits: int = 0
+
+    def _attend(
+        self, q_NHD: Tensor, k_JHD: Tensor, v_JHV: Tensor, visible_NJ: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        q_HND, k_HJD = (self._cut(x.float()).transpose(0, 1) for x in (q_NHD, k_JHD))
+        s_HNJ = sum(q_HND[:, :, None, d] * k_HJD[:, None, :, d] for d in range(q_HND.shape[2])) * scale
+        s_HNJ = s_HNJ.masked_fill(~visible_NJ, -torch.inf)
+        largest_HN1 = s_HNJ.amax(-1, keepdim=True)
+        p_HNJ, v_HJV = torch.exp(s_HNJ - largest_HN1), v_JHV.float().transpose(0, 1)
+        keys = range(p_HNJ.shape[2])
+        total_HN, out_HNV = (sum(terms) for terms in (
+            (p_HNJ[..., j] for j in keys), (p_HNJ[..., j, None] * v_HJV[:, None, j] for j in keys)
+        ))  # fmt: skip
+        out_HNV = out_HNV / total_HN.unsqueeze(-1)
+        return out_HNV.transpose(0, 1), (largest_HN1.squeeze(-1) + total_HN.log()).t()
+
+    def _cut(self, x: Tensor) -> Tensor:
+        return (x.view(torch.int32) >> self.bits << self.bits).view(torch.float32)
+
+
+def latents(seed: int) -> tuple[Tensor, Tensor, list[LatentRequest]]:
+    """One token of DeepSeek's sizes, few keys: about as many independent errors as heads."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (1, 4, 512), (1, 4, 64), (7, 512), (7, 64)
+    query_latent, query_rope, kv_c, k_pe = (torch.randn(size, generator=generator) for size in sizes)
+    return query_latent, query_rope, [LatentRequest(slice(0, 1), kv_c.double(), k_pe.double())]
+
+
+def test_latent_sums_in_order_stay_within_and_tf32_does_not() -> None:
+    """Two largest errors would not tell: torch's blocked sums stray so little that honest ones fail."""
+    ratios = []
+    for seed in range(12):
+        batch = latents(seed)
+        exact, spread = (x.mqa(*batch, scale=576**-0.5) for x in (reference_mla, float32_latent_spread))
+        honest, faulty = (LatentsInOrder(exact=False, bits=n).mqa(*batch, scale=576**-0.5) for n in (0, 13))
+        for got, right, allowed in zip(honest, exact, spread, strict=True):
+            ratios.append(assert_within_spread(got, right, allowed).ratio)
+        for got, right, allowed in zip(faulty, exact, spread, strict=True):
+            with pytest.raises(AssertionError, match="ratio"):
+                assert_within_spread(got, right, allowed)
+    assert 0.1 < max(ratios) < 0.6
 
 
 def test_an_unread_key_and_a_structural_zero_are_no_rounding() -> None:

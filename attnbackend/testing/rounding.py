@@ -36,8 +36,9 @@ from attnbackend.testing.reference import (
     _Request,
     _softmax_with_sink,
 )
+from attnbackend.testing.reference_mla import LatentAttention
 
-__all__ = ["float32_spread"]
+__all__ = ["float32_latent_spread", "float32_spread"]
 
 _SIGMAS = 3.0
 """A normal variable is beyond twice as many with probability 2e-9: once in 500 million elements."""
@@ -61,23 +62,46 @@ class _Float32Spread(DenseAttention):
             s_HNL = self._logits(request, asked, torch.float64)
             p_HNL, lse_HN = _softmax_with_sink(s_HNL, asked.sinks)
             lse_HN = lse_HN.masked_fill(lse_HN == -torch.inf, 0.0)
-            off_HNL = _EXP + self._exponent_variance(request, asked, s_HNL, lse_HN)
+            q_HND, k_HDL = request.q_NHD.transpose(0, 1) * asked.scale, request.k_LHD.permute(1, 2, 0)
+            off_HNL = _exponent_variance(q_HND, k_HDL, s_HNL, lse_HN, asked.logits_soft_cap)
             out_HND, log_HN = _carried(p_HNL, off_HNL, request.v_LHD.transpose(0, 1), lse_HN)
             out_THD[request.rows] = _SIGMAS * out_HND.sqrt().transpose(0, 1)
             lse_TH[request.rows] = _SIGMAS * log_HN.sqrt().transpose(0, 1)
         return out_THD, lse_TH
 
-    def _exponent_variance(
-        self, request: _Request, asked: AttentionFeatures, s_HNL: Tensor, lse_HN: Tensor
-    ) -> Tensor:
-        """Of the dot product, and of what is done to it: scale, cap, alibi, less the maximum."""
-        q_HND, k_HDL = request.q_NHD.transpose(0, 1) * asked.scale, request.k_LHD.permute(1, 2, 0)
-        dot_HNL, squares_HNL = q_HND @ k_HDL, q_HND**2 @ k_HDL**2
-        seen_HNL = s_HNL.masked_fill(s_HNL == -torch.inf, 0.0)
-        largest_HN1 = seen_HNL.abs().amax(-1, keepdim=True).maximum(lse_HN.abs().unsqueeze(-1))
-        after_HN1 = 4 * (asked.logits_soft_cap**2 + largest_HN1**2)
-        stretched_HNL = _ROUNDING * (2 * squares_HNL + after_HN1)
-        return _sum_variance(dot_HNL, squares_HNL, q_HND.shape[2]) + stretched_HNL
+
+class _LatentSpread(LatentAttention):
+    """Gives the yardstick's errors of output and LSE in the places of output and LSE."""
+
+    def _attend(
+        self, q_NHD: Tensor, k_JHD: Tensor, v_JHV: Tensor, visible_NJ: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        q_HND, k_HDJ = q_NHD.double().transpose(0, 1) * scale, k_JHD.double().permute(1, 2, 0)
+        s_HNJ = (q_HND @ k_HDJ).masked_fill(~visible_NJ, -torch.inf)
+        lse_HN = torch.logsumexp(s_HNJ, -1)
+        lse_HN = lse_HN.masked_fill(lse_HN == -torch.inf, 0.0)
+        off_HNJ = _exponent_variance(q_HND, k_HDJ, s_HNJ, lse_HN, 0.0)
+        p_HNJ = torch.exp(s_HNJ - lse_HN.unsqueeze(-1))
+        out_HNV, log_HN = _carried(p_HNJ, off_HNJ, v_JHV.double().transpose(0, 1), lse_HN)
+        seen_HN = visible_NJ.any(-1)
+        return _SIGMAS * out_HNV.sqrt().transpose(0, 1), (_SIGMAS * log_HN.sqrt() * seen_HN).t()
+
+    def _empty(self, query: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        out, lse = super()._empty(query, width)
+        return out, torch.zeros_like(lse)
+
+
+def _exponent_variance(
+    q_HND: Tensor, k_HDL: Tensor, s_HNL: Tensor, lse_HN: Tensor, soft_cap: float
+) -> Tensor:
+    """Of the exponential of the dot product of scaled queries, and of what is done to it between: scale,
+    cap, alibi, less the maximum."""
+    dot_HNL, squares_HNL = q_HND @ k_HDL, q_HND**2 @ k_HDL**2
+    seen_HNL = s_HNL.masked_fill(s_HNL == -torch.inf, 0.0)
+    largest_HN1 = seen_HNL.abs().amax(-1, keepdim=True).maximum(lse_HN.abs().unsqueeze(-1))
+    after_HN1 = 4 * (soft_cap**2 + largest_HN1**2)
+    stretched_HNL = _ROUNDING * (2 * squares_HNL + after_HN1)
+    return _EXP + _sum_variance(dot_HNL, squares_HNL, q_HND.shape[2]) + stretched_HNL
 
 
 def _sum_variance(total: Tensor, squares: Tensor, terms: int) -> Tensor:
@@ -101,3 +125,5 @@ def _carried(p_HNL: Tensor, off_HNL: Tensor, v_HLD: Tensor, lse_HN: Tensor) -> t
 
 float32_spread = _Float32Spread(exact=True)
 """As `reference_attention`: (yardstick's error of the output [T, H, D], of the LSE [T, H]), float64."""
+float32_latent_spread = _LatentSpread(exact=True)
+"""As `reference_mla.mqa` and `mha`, whose keys and values are read as they are: yardstick's errors."""
