@@ -41,10 +41,11 @@ def latent_rows(cache: Tensor, pages: Tensor, keys: int) -> Tensor:
 
 
 class FakeLatents(LatentProvider):
-    """FlashAttention 3: leaves queries without keys unwritten."""
+    """FlashAttention 3: leaves queries without keys unwritten, or writes zeros there."""
 
     module = "nowhere"
     fault: ClassVar[str] = ""
+    writes_zeros: ClassVar[bool] = False
 
     def load(self) -> str | None:
         return None
@@ -61,6 +62,8 @@ class FakeLatents(LatentProvider):
             k = latent_rows(call.kv_cache, pages, keys).expand(-1, query.shape[1], -1)
             out, own, seen = attend(query[start:stop], k, k[..., :RANK], call.scale, True)
             written = torch.arange(start, stop)[seen]
+            if self.writes_zeros:
+                call.output[start:stop][~seen] = 0
             lse[written] = own[seen] + (0.1 if self.fault == "wrong_lse" else 0.0)
             if self.fault != "writes_nothing":
                 call.output[written] = out[seen].to(call.output.dtype)

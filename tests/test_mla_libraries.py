@@ -48,6 +48,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "vllm._custom_ops", fake_vllm_ops())
     monkeypatch.setattr(flash_attn_mla, "installed", lambda: [FakeLatents()])
     monkeypatch.setattr(library, "_FOUND", {})
+    monkeypatch.setattr(library, "_WRITES_ZEROS", set())
+    monkeypatch.setattr(library, "_MANY", 2)
     flashmla.flash_mla.cache_clear()
     monkeypatch.setattr(flashinfer_mla.LatentPlanner, "_note_copy", lambda *_: None)
     return flashinfer
@@ -147,6 +149,36 @@ def test_flash_attention_captures_with_the_longest_bound() -> None:
     builder = FlashAttentionMLABackend.get_builder_cls()(p, spec_of(p), limits, CPU)
     plan = builder.build_for_cudagraph_capture(batch([1, 1], [5, 6])).decode
     assert (plan.max_query_len, plan.max_seq_len) == (1, 1000)
+
+
+@pytest.mark.parametrize("writes_zeros", [False, True])
+def test_nothing_is_launched_where_nothing_is_left_to_do(
+    writes_zeros: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of single tokens may be padded with requests without keys, whatever it was captured on."""
+    monkeypatch.setattr(FakeLatents, "writes_zeros", writes_zeros)
+    assert problem_of(FlashAttentionMLABackend, torch.bfloat16, 64, 16, device="cpu") is None
+    launched: list[int] = []
+    monkeypatch.setattr(
+        "attnbackend.kernels.triton.finish_attention", lambda out, *_, **__: launched.append(len(out))
+    )
+    p, limits = params(), BatchLimits(max_num_seqs=8, max_num_tokens=64, max_model_len=1000)
+    builder = FlashAttentionMLABackend.get_builder_cls()(p, spec_of(p), limits, CPU)
+    impl = FlashAttentionMLABackend.get_impl_cls()(p)
+    query, cache = torch.randn(3, 16, 576).bfloat16(), torch.randn(9, 64, 576).bfloat16()
+    full, empty, unknown = batch([1, 1], [5, 130]), batch([1, 1], [5, 0]), batch([1, 1], [5, 130])
+    unknown = unknown.replace(query_start_loc_cpu=None, seq_lens_cpu=None)
+    plans = [builder.build(0, full), builder.build(0, empty), builder.build_for_cudagraph_capture(full)]
+    decodes = [*(plan.decode for plan in plans), builder.build_decode(unknown)]
+    for plan, tokens, lse in (
+        (decodes[0], 2, None), (decodes[1], 2, None), (decodes[2], 2, None), (decodes[3], 2, None),
+        (decodes[0], 3, None), (decodes[0], 2, torch.empty(2, 16)),
+    ):  # fmt: skip
+        launched.append(0)
+        q, output = query[:tokens], torch.empty(tokens, 16, 512).bfloat16()
+        impl.forward_mqa(q[..., :512], q[..., 512:], cache, plan, output, MLATensors(lse=lse))
+    unseen = [] if writes_zeros else [2]
+    assert launched == [0, 0, *unseen, 0, *unseen, 0, 2, 0, 3, 0, 2]
 
 
 def test_flashmla_takes_uniform_batches_as_they_are() -> None:

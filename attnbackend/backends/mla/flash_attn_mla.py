@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
+from attnbackend.backends.host_lengths import BatchFacts
 from attnbackend.backends.mla.common import MLACommonImpl, MLACommonMetadataBuilder
 from attnbackend.backends.mla.library import RANK, LibraryMLABackend, LibraryRows
 from attnbackend.impl import MLAAttentionImpl, MLATensors
@@ -121,6 +122,7 @@ def installed() -> list[LatentProvider]:
 class FlashAttentionMLAMetadata(AttentionMetadata):
     max_query_len: int
     max_seq_len: int
+    facts: BatchFacts
 
 
 class FlashAttentionMLAMetadataBuilder(MLACommonMetadataBuilder):
@@ -134,14 +136,14 @@ class FlashAttentionMLAMetadataBuilder(MLACommonMetadataBuilder):
         rows = plan.decode
         if self.limits is None or not isinstance(rows, FlashAttentionMLAMetadata):
             return plan
-        return replace(
-            plan, decode=replace(rows, max_seq_len=max(self.limits.max_model_len, rows.max_seq_len))
-        )
+        longest, facts = max(self.limits.max_model_len, rows.max_seq_len), BatchFacts.of_capture(rows.common)
+        return replace(plan, decode=replace(rows, max_seq_len=longest, facts=facts))
 
     def build_decode(self, common: CommonAttentionMetadata) -> FlashAttentionMLAMetadata:
         return FlashAttentionMLAMetadata(
-            common=common, max_query_len=max(1, common.max_query_len), max_seq_len=max(1, common.max_seq_len)
-        )
+            common=common, max_query_len=max(1, common.max_query_len), max_seq_len=max(1, common.max_seq_len),
+            facts=BatchFacts.of(common, causal=True),
+        )  # fmt: skip
 
 
 class FlashAttentionMLAImpl(LibraryRows, MLACommonImpl):
@@ -159,7 +161,7 @@ class FlashAttentionMLAImpl(LibraryRows, MLACommonImpl):
         lse_TH = installed()[0].attend(call)
         if target is not output:
             output.copy_(target)
-        self.finish(output, lse_TH, batch, tensors)
+        self.finish(output, lse_TH, batch, tensors, attn_metadata.facts)
 
 
 class FlashAttentionMLABackend(LibraryMLABackend):

@@ -11,17 +11,19 @@ import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnbackend.backends.host_lengths import BatchFacts
 from attnbackend.backends.mla.common import MLACommonImpl, MLACommonMetadataBuilder, joined_query
 from attnbackend.backends.mla.library import RANK, LibraryMLABackend, LibraryRows, import_problem
 from attnbackend.impl import MLAAttentionImpl, MLATensors
 from attnbackend.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnbackend.mla_metadata import MLAMetadata
 from attnbackend.types import AttentionCGSupport
 
 __all__ = [
@@ -81,6 +83,7 @@ def each_token_alone(batch: CommonAttentionMetadata, tokens: int) -> tuple[Tenso
 class FlashMLAMetadata(AttentionMetadata):
     tokens_each: int
     """Tokens of every request; 0: they differ, or nobody knows."""
+    facts: BatchFacts
     schedules: dict[bool, tuple[Any, Any]] = field(default_factory=dict, compare=False)
     """The library's schedule of this batch: one made outside of a graph, and one that a graph makes anew at
     each replay. A plan serves one capture."""
@@ -97,12 +100,20 @@ class FlashMLAMetadataBuilder(MLACommonMetadataBuilder):
     cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     reorder_batch_threshold = 16
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLAMetadata:
+        plan = self.build(0, common_attn_metadata)
+        rows = plan.decode
+        if not isinstance(rows, FlashMLAMetadata):
+            return plan
+        return replace(plan, decode=replace(rows, facts=BatchFacts.of_capture(rows.common)))
+
     def build_decode(self, common: CommonAttentionMetadata) -> FlashMLAMetadata:
         each = 0
         if common.query_start_loc_cpu is not None:
             queries = common.query_start_loc_cpu.diff()
             each = int(queries[0]) if len(queries) and bool((queries == queries[0]).all()) else 0
-        return FlashMLAMetadata(common=common, tokens_each=each)
+        facts = BatchFacts.of(common, causal=True)
+        return FlashMLAMetadata(common=common, tokens_each=each, facts=facts)
 
 
 class FlashMLAImpl(LibraryRows, MLACommonImpl):
@@ -128,7 +139,9 @@ class FlashMLAImpl(LibraryRows, MLACommonImpl):
         )  # fmt: skip
         if not place:
             output.copy_(out_QNHL.reshape(tokens, heads, RANK))
-        self.finish(output, lse_QHN.transpose(1, 2).reshape(tokens, heads), batch, tensors)
+        # Kernels were tried with single tokens alone.
+        facts = attn_metadata.facts if each == 1 or not attn_metadata.facts.may_see_no_key else None
+        self.finish(output, lse_QHN.transpose(1, 2).reshape(tokens, heads), batch, tensors, facts)
 
 
 class FlashMLABackend(LibraryMLABackend):
