@@ -358,3 +358,45 @@ def random_program(seed: int) -> Callable[..., Any]:
 def test_random_programs_keep_their_meaning(seed: int) -> None:
     passes = [UndoFunctionalization(TABLE), RemoveNoOps()]
     check(random_program(seed), passes, torch.rand(3, 3), torch.rand(3, 3))
+
+
+def written_by_a_name_of_ops(x: Tensor) -> Tensor:
+    copy = x.clone()
+    torch.ops.cleanuptest.add_one(copy)
+    return copy + x
+
+
+def written_without_a_name(x: Tensor) -> Tensor:
+    copy = x.clone()
+    torch.nn.functional.relu(copy, True)
+    return copy + x
+
+
+def statistics(x: Tensor) -> Tensor:
+    """The mean and variance that a norm keeps are written."""
+    mean, variance = x[0].clone(), x[1].clone()
+    normed = torch.nn.functional.batch_norm(x, mean, variance, training=True)
+    return normed + mean + variance + x
+
+
+def written_in_a_branch(x: Tensor) -> Tensor:
+    copy = x.clone()
+
+    def plus_one(y: Tensor) -> Tensor:
+        add_one(y)
+        return y + 1
+
+    return torch.utils.checkpoint.checkpoint(plus_one, copy, use_reentrant=False) + copy + x
+
+
+WRITERS = [written_by_a_name_of_ops, written_without_a_name, statistics, written_in_a_branch]
+
+
+@pytest.mark.parametrize("function", WRITERS)
+def test_writes_in_every_spelling_keep_copies(function: Callable[[Tensor], Tensor]) -> None:
+    compiled: Any = attnbackend.compile(function, passes=[RemoveNoOps()], compiler="eager", fullgraph=True)
+    x = torch.rand(3, 3)
+    before = x.clone()
+    torch.testing.assert_close(compiled(x), function(before.clone()))
+    assert torch.equal(x, before)
+    assert not compiled.attnbackend_compiler.reports[0].changes, str(compiled.attnbackend_compiler)

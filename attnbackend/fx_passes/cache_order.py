@@ -1,21 +1,25 @@
-"""What no pass may change: which writes each cache gets, and which of them each reader sees.
+"""What no pass may change: which writes each cache gets, in which order, and which of them each reader sees.
 
-A write counts by the version of the cache that it makes. Plain calls make versions by their order in the
-graph, functionalised ones by the chain of their results; both give the same account, so a pass that turns
-one form into the other is held to it too.
+A write counts by the version of the cache that it makes; caches that share memory are one. Plain calls make
+versions by their order in the graph, functionalised ones by the chain of their results; both give the same
+account, so a pass that turns one form into the other is held to it too. Writes of the same slots, and
+readers, are told apart by what they are given (`call_marks`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from attnbackend._torch_compat import FUNCTIONALIZED
+from attnbackend.fx_passes.call_marks import Marker, Marks, moved
+from attnbackend.fx_passes.forms import SAME_ELEMENTS, name_of
 from attnbackend.fx_passes.memory import Memory
-from attnbackend.fx_passes.nodes import OpNode, find_ops, written_by
+from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of, written_by
 
 __all__ = ["CacheEvent", "CacheHistory", "CacheOrderError", "cache_history", "check_cache_history"]
 
@@ -46,6 +50,10 @@ class CacheHistory:
     """Reads by ops that are not attnbackend's: a pass may remove these, not move them."""
     final: dict[str, int] = field(default_factory=dict)
     """Writes that are in each cache when the graph ends."""
+    calls: dict[tuple[str, str], dict[int, list[Node]]] = field(default_factory=dict)
+    """(cache, what) -> version -> the calls."""
+    marks: dict[tuple[str, str], dict[int, list[Marks]]] = field(default_factory=dict)
+    """The same, where there are several versions: what tells their calls apart."""
 
 
 def check_cache_history(pass_name: str, before: CacheHistory, after: CacheHistory) -> None:
@@ -60,8 +68,11 @@ def check_cache_history(pass_name: str, before: CacheHistory, after: CacheHistor
         ends = before.final[cache], after.final.get(cache, 0)
         if ends[0] != ends[1]:
             wrong.append(f"{cache} ends with {ends[1]} writes in it instead of {ends[0]}")
+    for key, marks in before.marks.items():
+        for place, other in moved(marks, after.marks.get(key, {})):
+            wrong.append(f"moved: {key[0]}: {key[1]} after {other} writes came after {place}")
     if wrong:
-        listed = "".join(f"\n  {line}" for line in sorted(wrong))
+        listed = "".join(f"\n  {line}" for line in sorted(set(wrong)))
         raise CacheOrderError(
             f"pass {pass_name!r} changed what is written to a KV cache or what is read of it; leave the pass "
             f"out, it is at fault:{listed}"
@@ -80,7 +91,19 @@ def cache_history(graph_module: GraphModule) -> CacheHistory:
     own = {op.node: op for op in find_ops(graph_module.graph)}
     for node in graph_module.graph.nodes:
         _note(node, own.get(node), memory, caches, history)
+    if any(len(versions) > 1 for versions in history.calls.values()):
+        _mark(graph_module.graph, memory, history)
     return history
+
+
+def _mark(graph: Graph, memory: Memory, history: CacheHistory) -> None:
+    marker = Marker(graph)
+    for (cache, what), versions in history.calls.items():
+        if len(versions) > 1:
+            own = {node for node in graph.nodes if memory.key(node) == cache}
+            history.marks[cache, what] = {
+                version: [marker.of(call, own) for call in calls] for version, calls in versions.items()
+            }
 
 
 def _note(
@@ -99,6 +122,7 @@ def _note(
         writes = any(memory.key(w) == key for w in written)
         event = CacheEvent(key, memory.version(value), _what(node, op, writes))
         (history.events if op is not None or writes else history.others)[event] += 1
+        history.calls.setdefault((key, event.what), {}).setdefault(event.version, []).append(node)
         if writes and node.target not in FUNCTIONALIZED:
             memory.plain_writes[key] += 1
     for key in touched:
@@ -110,8 +134,19 @@ def _note(
 def _what(node: Node, op: OpNode | None, writes: bool) -> str:
     if op is None:
         return f"{'write' if writes else 'read'} by {node.target}"
-    slots = op.arguments().get("slot_mapping")
-    return f"write of the slots {slots}" if writes else "read"
+    return f"write of the slots {_unchanged(op.arguments().get('slot_mapping'))}" if writes else "read"
+
+
+def _unchanged(slots: Any) -> Any:
+    """What the slots were before copies and changes of shape; a part of them is another thing."""
+    while name_of(slots) in SAME_ELEMENTS and _elements(slots) == _elements(slots.args[0]):
+        slots = slots.args[0]
+    return slots
+
+
+def _elements(node: Any) -> tuple[torch.dtype, Any]:
+    value = tensor_of(node)
+    return value.dtype, value.numel()
 
 
 def _is_epilogue(node: Node, memory: Memory) -> bool:

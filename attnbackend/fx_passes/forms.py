@@ -13,6 +13,7 @@ from attnbackend.fx_passes.nodes import tensor_of
 
 __all__ = [
     "ASSERTION",
+    "SAME_ELEMENTS",
     "NoMatch",
     "Viewed",
     "argument",
@@ -149,6 +150,8 @@ def _view_step(node: Node) -> Viewed | None:
 _SAME_ELEMENTS = {
     "view", "reshape", "_unsafe_view", "unflatten", "flatten", "squeeze", "unsqueeze", "expand",
 }  # fmt: skip
+SAME_ELEMENTS = _SAME_ELEMENTS | {"contiguous", "clone", "detach", "alias", "to", "_to_copy"}
+"""Calls whose result, where it has as many elements and their type, has the same ones in the same order."""
 
 
 def _only_adds_dimensions(index: Any) -> bool:

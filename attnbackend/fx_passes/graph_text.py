@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from attnbackend.fx_passes.nodes import schemas_of
+
 __all__ = ["graph_text"]
 
 
@@ -27,9 +29,7 @@ def _line(node: Node) -> str:
 
 
 def _written(target: Any) -> set[Any]:
-    if not isinstance(target, torch._ops.OpOverload):
-        return set()
-    arguments = enumerate(target._schema.arguments)
+    arguments = [(i, a) for schema in schemas_of(target) for i, a in enumerate(schema.arguments)]
     return {key for i, a in arguments if a.alias_info and a.alias_info.is_write for key in (i, a.name)}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attnbackend._torch_compat import FUNCTIONALIZED, StorageRef
-from attnbackend.fx_passes.nodes import wrapped_op, written_by
+from attnbackend.fx_passes.nodes import schemas_of, wrapped_op, written_by
 
 __all__ = ["Memory"]
 
@@ -96,7 +96,16 @@ def _storage(node: Node) -> StorageRef | None:
 
 def _is_view(node: Node) -> bool:
     """Whether a call hands on the memory of its first argument, by its schema."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return getattr(node.target, "__name__", "") == "getitem"
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    schemas = schemas_of(node.target)
+    if not schemas:
+        return getattr(node.target, "__name__", "") == "getitem" and not _picks_elements(node.args[1])
+    return all(any(r.alias_info and not r.alias_info.is_write for r in s.returns) for s in schemas)
+
+
+def _picks_elements(index: Any) -> bool:
+    """Whether an index has tensors or lists in it, for which elements are copied."""
+    if isinstance(index, Node):
+        return isinstance(index.meta.get("val", index.meta.get("example_value")), torch.Tensor)
+    if isinstance(index, tuple):
+        return any(isinstance(part, (list, bool)) or _picks_elements(part) for part in index)
+    return isinstance(index, (list, bool))

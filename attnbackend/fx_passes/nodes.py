@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from attnbackend._torch_compat import FUNCTIONALIZED
 
-__all__ = ["OpNode", "find_ops", "may_write", "tensor_of", "wrapped_op", "written_by"]
+__all__ = ["OpNode", "find_ops", "may_write", "schemas_of", "tensor_of", "wrapped_op", "written_by"]
 
 
 class OpNode(NamedTuple):
@@ -80,20 +81,32 @@ def written_by(node: Node) -> list[Any]:
     if (op := wrapped_op(node)) is not None:
         if "_all_bases" in node.kwargs:
             return list(node.kwargs["_all_bases"])  # type: ignore[arg-type]
-        return [node.kwargs.get(a.name) for a in _written_arguments(op)]
-    if isinstance(node.target, torch._ops.OpOverload):
-        named = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))
-        named.update(node.kwargs)
-        return _nodes_in([named.get(a.name) for a in _written_arguments(node.target)])
-    if getattr(node.target, "__name__", "") == _TRITON_CALL:
-        return list(node.all_input_nodes)
+        return [node.kwargs.get(a.name) for a in _written_arguments(op._schema)]
+    if schemas := schemas_of(node.target):
+        return _nodes_in([value for schema in schemas for value in _written_values(node, schema)])
     if not may_write(node):
         return []
-    return _nodes_in(node.kwargs.get("out", node.args[:1] or node.kwargs.get("input")))
+    is_simple = node.op == "call_method" or isinstance(node.target, _WITHOUT_GRAPHS)
+    if is_simple and getattr(node.target, "__name__", "") not in _WRITES_ANY:
+        return _nodes_in(node.kwargs.get("out", node.args[:1] or node.kwargs.get("input")))
+    return list(node.all_input_nodes)
 
 
-_TRITON_CALL = "triton_kernel_wrapper_mutation"
-"""A user's own Triton kernel in Dynamo's graph: it may write whatever it is given."""
+_WITHOUT_GRAPHS = (types.FunctionType, types.BuiltinFunctionType)
+_WRITES_ANY = ("triton_kernel_wrapper_mutation", "batch_norm", "instance_norm")
+"""Of what they are given: a user's own Triton kernel, and norms that keep statistics."""
+
+
+def schemas_of(target: Any) -> list[Any]:
+    """The schema of an op; of a name that stands for several ops, all of theirs; none for other functions."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name)._schema for name in target.overloads()]
+    return [target._schema] if isinstance(target, torch._ops.OpOverload) else []
+
+
+def _written_values(node: Node, schema: Any) -> list[Any]:
+    named = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    return [named.get(a.name) for a in _written_arguments(schema)]
 
 
 def _nodes_in(value: Any) -> list[Node]:
@@ -102,8 +115,8 @@ def _nodes_in(value: Any) -> list[Node]:
     return found
 
 
-def _written_arguments(op: torch._ops.OpOverload) -> list[Any]:
-    return [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+def _written_arguments(schema: Any) -> list[Any]:
+    return [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def may_write(node: Node) -> bool:
@@ -118,10 +131,28 @@ def may_write(node: Node) -> bool:
         return True
     if node.op == "call_method" and (name.startswith("__i") or name == "__setitem__"):
         return True
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        return schema.is_mutable
-    return name == _TRITON_CALL or (name.endswith("_") and not name.endswith("__"))
+    if schemas := schemas_of(node.target):
+        return any(schema.is_mutable for schema in schemas)
+    if name in _WRITES_ANY or (name.endswith("_") and not name.endswith("__")) or _is_told_in_place(node):
+        return True
+    return any(not isinstance(m, GraphModule) or any(map(may_write, m.graph.nodes)) for m in _inside(node))
+
+
+def _is_told_in_place(node: Node) -> bool:
+    """Whether ``inplace`` is among the arguments without names, as in ``relu(x, True)``."""
+    code = getattr(node.target, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return "inplace" in names and node.args[names.index("inplace") :][:1] == (True,)
+
+
+def _inside(node: Node) -> list[Any]:
+    """The modules that a node calls, or hands to a function that calls them."""
+    owner = node.graph.owning_module
+    names = [node.target] if node.op == "call_module" else []
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        names = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
+    found = [operator.attrgetter(str(name))(owner) for name in names if owner is not None]
+    return [value for value in found if isinstance(value, torch.nn.Module)]
 
 
 _MODES = (

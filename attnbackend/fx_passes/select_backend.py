@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
 from attnbackend.fx_passes.choices import BackendChoice, Site, choose_backend
+from attnbackend.fx_passes.memory import Memory
 from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
 from attnbackend.fx_passes.shape_range import ShapeRange
 from attnbackend.ops.agnostic import (
@@ -62,12 +62,12 @@ class SelectBackend(GraphPass):
 
     def run(self, graph_module: GraphModule) -> PassReport:
         found = list(find_ops(graph_module.graph))
-        tokens = ShapeRange.of(graph_module)
+        tokens, memory = ShapeRange.of(graph_module), Memory(graph_module)
         readers = {op.node: self._select(op, *_READERS[op.op], tokens) for op in found if op.op in _READERS}
         done = [_swap(op, readers[op.node], _READERS[op.op][0]) for op in found if op.op in _READERS]
         for op in found:
             if op.op in _WRITERS:
-                selection = _reader_of(op, readers) or self._select(op, *_WRITERS[op.op], tokens)
+                selection = _reader_of(op, readers, memory) or self._select(op, *_WRITERS[op.op], tokens)
                 done.append(_swap(op, selection, _WRITERS[op.op][0]))
         done += [miss for op in found if (miss := _named_already(op))]
         changes = tuple(x for x in done if isinstance(x, Change))
@@ -98,25 +98,10 @@ def _named_already(op: OpNode) -> NearMiss | None:
     return named and NearMiss(op.node.name, "swap", (f"the graph names {named[0]} already",))
 
 
-def _reader_of(update: OpNode, readers: dict[Node, Selection]) -> Selection | None:
-    """The backend of an attention that reads the cache which ``update`` writes."""
-    cache = update.arguments()["kv_cache"]
-    start = [update.node] if update.is_wrapped else [cache]
-    seen: set[Node] = set()
-    while start:
-        node = start.pop()
-        for user in node.users:
-            if user in readers:
-                return readers[user]
-            if user not in seen and _passes_cache_on(user):
-                seen.add(user)
-                start.append(user)
-    return None
-
-
-def _passes_cache_on(node: Node) -> bool:
-    """Whether a node hands on the memory of its first argument: an element of a tuple, or a view."""
-    if node.target is operator.getitem:
-        return True
-    tags = getattr(node.target, "_schema", None)
-    return tags is not None and any(r.alias_info is not None for r in tags.returns)
+def _reader_of(update: OpNode, readers: dict[Node, Selection], memory: Memory) -> Selection | None:
+    """The backend of an attention that reads the cache which ``update`` writes, the first after it."""
+    key = memory.key(update.arguments()["kv_cache"])
+    own = [op for op in find_ops(update.node.graph) if op.node in readers]
+    found = [op.node for op in own if memory.key(op.arguments()["kv_cache"]) == key]
+    found.sort(key=lambda node: node < update.node)
+    return readers[found[0]] if found else None
