@@ -91,9 +91,6 @@ def swap_calls(graph: Graph) -> None:
     before = first.prev
     second.append(first)
     before.append(second)
-    for node in (n for n in list(graph.nodes) if n.op == "call_function" and n not in (first, second)):
-        if node < second:
-            continue
     _sort(graph)
 
 
