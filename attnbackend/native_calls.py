@@ -74,10 +74,10 @@ class Argument(NamedTuple):
 
 
 class LibraryCall(NamedTuple):
-    """One call of an op of torch, by some library, that a call of ours amounts to."""
+    """One call of a library that a call of ours amounts to."""
 
-    op: Any
-    """Its overload."""
+    function: Any
+    """The overload of an op of torch, or a function of tvm-ffi."""
     arguments: tuple[object, ...]
     """All of them in order: `Argument`, tensors that stay the same throughout the step, numbers and None."""
 
@@ -97,7 +97,7 @@ def lessons() -> Iterator[list[LibraryCall]]:
 
 
 def amounts_to(call: Callable[[], LibraryCall | None]) -> None:
-    """Says that what an implementation did under a step's plan was one call of a library's op, and no more.
+    """Says that what an implementation did under a step's plan was one call of a library, and no more.
 
     Until the plan goes, the same holds for calls that differ only in where tensors are and what is in them.
 

@@ -9,7 +9,10 @@ S block_size.
 
 from __future__ import annotations
 
+import ctypes
 import types
+import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +24,14 @@ from attnbackend.backends.flash_attn.impl import FlashAttentionImpl
 from attnbackend.backends.flash_attn.providers import Provider
 from attnbackend.backends.flashinfer.backend import FlashInferBackend
 
-__all__ = ["FakeFlashBackend", "FakeFlashInferBackend", "FakeProvider", "fake_flashinfer"]
+__all__ = [
+    "FakeFlashBackend",
+    "FakeFlashInferBackend",
+    "FakeFunction",
+    "FakeProvider",
+    "fake_ffi",
+    "fake_flashinfer",
+]
 
 NAN = float("nan")
 
@@ -134,6 +144,90 @@ class FakeFlashInferBackend(FlashInferBackend):
         return None
 
 
+class FakeFunction:
+    """As a compiled function that is called by tvm-ffi: a header in memory, and a call."""
+
+    known: ClassVar[weakref.WeakValueDictionary[int, FakeFunction]] = weakref.WeakValueDictionary()
+
+    class Header(ctypes.Structure):
+        _fields_ = (("references", ctypes.c_int64), ("type_index", ctypes.c_int32), ("more", ctypes.c_int64))
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self.run, self.header = run, self.Header(1, 68)
+        self.known[self.__chandle__()] = self
+
+    def __chandle__(self) -> int:
+        return ctypes.addressof(self.header)
+
+    def __call__(self, *arguments: object) -> None:
+        self.run(*arguments)
+
+
+class _FfiValue(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("padding", ctypes.c_uint32), ("bits", ctypes.c_int64))
+
+
+class _FfiTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device", ctypes.c_int32), ("device_index", ctypes.c_int32),
+        ("rank", ctypes.c_int32), ("kind", ctypes.c_uint8), ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16), ("sizes", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)), ("offset", ctypes.c_uint64),
+    )  # fmt: skip
+
+    def as_tensor(self) -> Tensor:
+        dtypes = {(0, 32): torch.int32, (1, 8): torch.uint8, (2, 16): torch.float16, (2, 32): torch.float32,
+                  (4, 16): torch.bfloat16}  # fmt: skip
+        assert (self.device, self.device_index, self.lanes, self.offset) == (1, 0, 1, 0)
+        dtype, sizes = dtypes[self.kind, self.bits], self.sizes[: self.rank]
+        strides = self.strides[: self.rank]
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        memory = (ctypes.c_uint8 * (extent * dtype.itemsize)).from_address(self.data)
+        return torch.frombuffer(memory, dtype=dtype).as_strided(sizes, strides)
+
+
+def _as_python(value: _FfiValue) -> object:
+    if value.type == 0:
+        return None
+    if value.type == 7:
+        return _FfiTensor.from_address(value.bits).as_tensor()
+    if value.type == 3:
+        return ctypes.c_double.from_buffer(ctypes.c_int64(value.bits)).value
+    if value.type >= 64:
+        return FakeFunction.known[value.bits]
+    return bool(value.bits) if value.type == 2 else value.bits
+
+
+def fake_ffi() -> tuple[Any, ...]:
+    """The functions of tvm-ffi that C++ calls, in the order of its structure."""
+
+    def call(function: int, values: Any, count: int, result: Any) -> int:
+        try:
+            FakeFunction.known[function](*map(_as_python, values[:count]))
+        except Exception:
+            return -1
+        return 0
+
+    def count(by: int) -> Callable[[int], int]:
+        def change(address: int) -> int:
+            FakeFunction.Header.from_address(address).references += by
+            return 0
+
+        return change
+
+    values = ctypes.POINTER(_FfiValue)
+    made = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, values, ctypes.c_int32, values)
+    counted = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    return made(call), None, counted(count(1)), counted(count(-1)), None
+
+
+def _module(paged_run_func: FakeFunction) -> types.SimpleNamespace:
+    def paged_run(*arguments: object) -> None:
+        paged_run_func(*arguments)
+
+    return types.SimpleNamespace(paged_run=paged_run)
+
+
 class _Wrapper:
     """Plans and runs; empty rows get zeros and an LSE of -5e4, rows before their first key a mean."""
 
@@ -142,6 +236,8 @@ class _Wrapper:
     def __init__(self, workspace: Tensor, **options: Any) -> None:
         self.workspace, self.options, self.plans = workspace, options, 0
         type(self).made.append(self)
+        self._function = FakeFunction(self._attend)
+        self._cached_module = _module(self._function)
 
     def _keep(
         self, starts: Tensor, indices: Tensor, last: Tensor, shape: tuple[int, ...], **more: Any
@@ -164,9 +260,20 @@ class _Wrapper:
         assert q.dtype == self.more["q_data_type"]
         assert sides[0].dtype == self.more["kv_data_type"]
         assert q.shape[0] == int(self.query_starts[-1]), "as the library checks"
+        constants = (3, True, 0.25, self._function)
+        self._cached_module.paged_run(self.workspace, q, *sides, self.indices, out, lse, *constants)
+
+    def _attend(
+        self, workspace: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, out: Tensor,
+        lse: Tensor | None, *constants: object,
+    ) -> None:  # fmt: skip
+        assert constants == (3, True, 0.25, self._function)
+        assert isinstance(constants[1], bool)
+        assert workspace.data_ptr() == self.workspace.data_ptr()
+        sides = k_cache, v_cache
         for row in range(len(self.last)):
             tokens = slice(int(self.query_starts[row]), int(self.query_starts[row + 1]))
-            pages = self.indices[int(self.starts[row]) : int(self.starts[row + 1])]
+            pages = indices[int(self.starts[row]) : int(self.starts[row + 1])]
             length = max(len(pages) - 1, 0) * self.shape[3] + int(self.last[row])
             k, v = (gather(x, pages, length) for x in sides)
             self._write(q, k, v, tokens, out, lse)

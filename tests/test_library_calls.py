@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from library_fakes import FakeFlashBackend, FakeProvider
-from op_cases import case, forward_op
-from test_bad_input import NAMES
+from op_cases import forward_op
+from step_layers import attend, layer, other_layer, planned, twin
 from torch import Tensor
 
 from attnbackend import (
-    CommonAttentionMetadata,
     ForwardContext,
     register_backend,
     resolve_backend,
@@ -34,13 +33,10 @@ from attnbackend.backends.flash_attn.impl import FlashAttentionImpl
 from attnbackend.backends.flash_attn.planning import FlashAttentionMetadata
 from attnbackend.kernels import triton
 from attnbackend.kernels.cpu import BuildError
-from attnbackend.kv_cache import spec_of
-from attnbackend.metadata import AttentionMetadata, BatchLimits
 from attnbackend.native_calls import LibraryCall, python_only
 from attnbackend.ops import library_calls
 from attnbackend.registry import registry_scope
-from attnbackend.testing import PagedBatch, make_batch, op_kwargs, op_positional
-from attnbackend.testing.conformance.planned import params_of
+from attnbackend.testing import PagedBatch, op_kwargs, op_positional
 
 REASON = library_calls.serve_library_calls("FAKE_FLASH", "cpu")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -78,7 +74,7 @@ class OpProvider(FakeProvider):
     def attend(self, call: FlashCall) -> Tensor | None:
         own = self.op_call(call)
         assert own is not None
-        return own.op(*own.arguments)[1].t()
+        return own.function(*own.arguments)[1].t()
 
 
 def _fwd(*arguments: Any) -> list[Tensor]:
@@ -132,48 +128,6 @@ def in_python(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     monkeypatch.setattr(FlashAttentionImpl, "attend", watched)
     return outputs
-
-
-def planned(batch: PagedBatch, group: int = 0, **changes: Any) -> ForwardContext:
-    """The context of a step whose plan was made from the batch's tensors."""
-    params = params_of(batch.case, "cpu")
-    tokens, longest = batch.query.shape[0], max(batch.case.seq_lens)
-    limits = BatchLimits(16, 64, 256)
-    builder = FakeFlashBackend.get_builder_cls()(params, spec_of(params), limits, torch.device("cpu"))
-    common = CommonAttentionMetadata(
-        query_start_loc=batch.query_start_loc, seq_lens=batch.seq_lens, block_table=batch.block_table,
-        num_reqs=len(batch.case.query_lens), num_actual_tokens=tokens,
-        max_query_len=max(batch.case.query_lens), max_seq_len=longest, causal=batch.case.causal,
-        query_start_loc_cpu=batch.query_start_loc, seq_lens_cpu=batch.seq_lens,
-    ).replace(**changes)  # fmt: skip
-    plan: AttentionMetadata = builder.build(0, common)
-    return ForwardContext({(group, "FAKE_FLASH"): plan})
-
-
-def attend(batch: PagedBatch, group: int = 0, **changes: Any) -> Tensor:
-    """A copy of what the op writes to poisoned memory."""
-    batch.poison_outputs()
-    arguments = dict(zip(NAMES, op_positional(batch), strict=True)) | op_kwargs(batch) | {"group": group}
-    forward_op("FAKE_FLASH")(**arguments | changes)
-    return batch.output.clone()
-
-
-def layer(name: str = "no_lse", batch: str = "decode", **changes: Any) -> PagedBatch:
-    return make_batch(case(name, batch, **{"lse": False, "dtype": torch.bfloat16, **changes}), "cpu")
-
-
-def twin(x: Tensor, factor: float) -> Tensor:
-    """As x in memory of its own, all values times a factor."""
-    storage = x.untyped_storage().clone()
-    own = torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.shape, x.stride())
-    return own.mul_(factor)
-
-
-def other_layer(batch: PagedBatch, factor: float) -> PagedBatch:
-    """One of the same step: the batch's own tensors, all else elsewhere and with other values."""
-    names = ("query", "key", "value", "kv_cache", "output")
-    tensors: dict[str, Any] = {name: twin(getattr(batch, name), factor) for name in names}
-    return replace(batch, **tensors)
 
 
 FEATURES = ("no_lse", "window", "soft_cap", "multi_query", "not_causal", "hnd", "layers_interleaved",

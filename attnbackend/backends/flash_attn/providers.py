@@ -138,7 +138,7 @@ class VllmFlash3(VllmFlash):
         own = self.op_call(call)
         if own is None:
             return super().attend(call)
-        return own.op(*own.arguments)[1].t()
+        return own.function(*own.arguments)[1].t()
 
     def schedule(self, request: ScheduleRequest) -> Tensor:
         return _schedule(self._schedule, request)

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnbackend.backends.flashinfer.compiled_call import compiled_call
 from attnbackend.backends.flashinfer.page_lists import PageLists, workspace_bytes
 from attnbackend.impl import AttentionParams
 from attnbackend.kv_cache import resolve_kv_cache_dtype
+from attnbackend.native_calls import LibraryCall, new_step
 
 __all__ = ["DecodeGraph", "EagerPlans", "Planner", "scratch_tensors", "shared_workspace"]
 
@@ -40,7 +42,9 @@ class Planner:
         self._copied: torch.cuda.Event | None = None
         _PLANNERS.add(self)
 
-    def _wait_for_last_copy(self) -> None:
+    def _begin_plan(self) -> None:
+        """Lets what was learned of calls under the last plan be forgotten, and waits for its copy."""
+        new_step()
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -69,6 +73,11 @@ class Planner:
         else:
             self.wrapper.run(query, sides, out=output, lse=lse, return_lse=True)
 
+    def library_call(self, query: Tensor, kv_cache: Tensor, output: Tensor) -> LibraryCall | None:
+        """What `run` of the same tensors, without LSE, amounts to."""
+        key, value = kv_cache.unbind(1)
+        return compiled_call(self.wrapper, query, (key, value), output)
+
 
 class EagerPlans(Planner):
     """Batches of any form, outside of graphs."""
@@ -86,7 +95,7 @@ class EagerPlans(Planner):
         from attnbackend.kernels import triton
 
         p = self.params
-        self._wait_for_last_copy()
+        self._begin_plan()
         indices = torch.empty(max(1, pages.num_pages), dtype=torch.int32, device=block_table.device)
         starts = pages.starts.to(block_table.device, non_blocking=True)
         triton.gather_page_indices(block_table, starts, indices)
@@ -124,7 +133,7 @@ class DecodeGraph(Planner):
     def plan(self, pages: PageLists, block_table: Tensor) -> None:
         from attnbackend.kernels import triton
 
-        self._wait_for_last_copy()
+        self._begin_plan()
         starts = self._lists[: self._rows + 1]
         self._host[: self._rows + 1] = pages.starts
         self._host[self._rows + 1 :] = pages.last_lens

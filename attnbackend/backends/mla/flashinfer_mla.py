@@ -65,7 +65,7 @@ class LatentPlanner(Planner):
         starts, lens = batch.host_query_start_loc(), batch.host_seq_lens()
         queries = starts.diff()
         pages = PageLists.of(starts, lens, p.block_size, table.shape[1])
-        self._wait_for_last_copy()
+        self._begin_plan()
         indices = torch.zeros(max(1, pages.num_pages), dtype=torch.int32, device=table.device)
         triton.gather_page_indices(table, pages.starts.to(table.device, non_blocking=True), indices)
         self.wrapper.plan(
