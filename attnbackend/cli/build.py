@@ -20,7 +20,7 @@ def build(
     what: Annotated[
         str,
         typer.Argument(
-            help="cpu: the C++ kernels of CPU_ATTN. library-calls: what calls FLASH_ATTN's library in C++."
+            help="cpu: the C++ kernels of CPU_ATTN. library-calls: what calls other libraries in C++."
         ),
     ],
     target: Annotated[

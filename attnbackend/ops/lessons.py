@@ -7,7 +7,7 @@ from ctypes import CDLL, Structure, byref, c_char_p, c_int32, c_int64, c_void_p,
 from functools import cache
 from pathlib import Path
 from struct import pack, unpack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,20 +60,34 @@ _CONVERSIONS: dict[str, Callable[[Any], int]] = {"Tensor": _hold, "float": _bits
 _RESULTS = {"Tensor": "T", "List[Tensor]": "L"}
 
 
-def _teach_op(ops: CDLL, op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> bool:
+class _Schema(NamedTuple):
+    names: tuple[bytes, bytes, bytes]
+    """Of the op, of its overload, and of what it returns in letters that C++ knows."""
+    kinds: list[tuple[str, bool]]
+    """Each argument's type, and whether it may be absent."""
+
+
+@cache
+def _schema_of(op: torch._ops.OpOverload) -> _Schema | None:
+    """None where there is a type that C++ does not make."""
     schema = op._schema
     kinds = [_kind(argument.type) for argument in schema.arguments]
     results = "".join(_RESULTS.get(str(result.type), "?") for result in schema.returns)
     if "?" in results or not _CONVERSIONS.keys() >= {name for name, _ in kinds}:
+        return None
+    return _Schema((schema.name.encode(), schema.overload_name.encode(), results.encode()), kinds)
+
+
+def _teach_op(ops: CDLL, op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> bool:
+    schema = _schema_of(op)
+    if schema is None:
         return False
-    parts = [_op_part(*kind, value) for kind, value in zip(kinds, arguments, strict=True)]
-    names = (c_char_p(name.encode()) for name in (schema.name, schema.overload_name, results))
-    ops.attnbackend_ops_teach_op(*names, _array(parts), c_int64(len(parts)))
+    parts = [_op_part(*kind, value) for kind, value in zip(schema.kinds, arguments, strict=True)]
+    ops.attnbackend_ops_teach_op(*map(c_char_p, schema.names), _array(parts), c_int64(len(parts)))
     return True
 
 
 def _kind(annotation: Any) -> tuple[str, bool]:
-    """The type's name, and whether it may be absent."""
     is_optional = isinstance(annotation, torch.OptionalType)
     return str(annotation.getElementType() if is_optional else annotation), is_optional
 

@@ -149,14 +149,17 @@ class FlashAttentionImpl(TritonWriterImpl):
         return True
 
 
+_OF_TOKENS: dict[str, Any] = {
+    name: Argument(name) for name in ("query", "key", "value", "output", "query_start_loc", "seq_lens")
+}
+_OF_PAGES: dict[str, Any] = {
+    **_OF_TOKENS, "key": Argument("kv_cache", 0), "value": Argument("kv_cache", 1),
+    "block_table": Argument("block_table"),
+}  # fmt: skip
+
+
 def _in_arguments(call: FlashCall) -> FlashCall:
     """A call that left nothing to do before or after it, in terms of our op's arguments."""
-    tensors: dict[str, Any] = {
-        name: Argument(name) for name in ("query", "key", "value", "output", "query_start_loc", "seq_lens")
-    }
-    if call.block_table is not None:
-        key, value = Argument("kv_cache", 0), Argument("kv_cache", 1)
-        tensors |= {"key": key, "value": value, "block_table": Argument("block_table")}
-    if call.sinks is not None:
-        tensors["sinks"] = Argument("sinks")
-    return call._replace(**tensors)
+    call = call._replace(**(_OF_TOKENS if call.block_table is None else _OF_PAGES))
+    sinks: Any = Argument("sinks")
+    return call if call.sinks is None else call._replace(sinks=sinks)
