@@ -7,6 +7,7 @@ call that differs only in where its tensors are and what is in them: for the oth
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from ctypes import CDLL, c_char_p, c_int64
 from functools import cache
@@ -38,6 +39,7 @@ def _loaded() -> CDLL | str:
     ops.attnbackend_ops_serve.restype = c_int64
     define("hold", "(Tensor x) -> int", None)
     begin(ops, STEP)
+    atexit.register(ops.attnbackend_ops_forget)
     return ops
 
 

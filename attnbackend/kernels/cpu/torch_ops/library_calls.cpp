@@ -25,11 +25,11 @@ static const char FORWARD[] = "WwwWWPPPfwbjjfwwwwwwwwssn";
 constexpr int MOST_OPS = 8;
 static std::string general_ops[MOST_OPS];  // Python's
 static int num_served = 0;
+static thread_local KnownCalls<ByLibrary> known_calls[MOST_OPS];
 
 static void serve(int which, StableIValue* stack) {
-  static thread_local KnownCalls<ByLibrary> known[MOST_OPS];
   const Arguments call(stack, FORWARD);
-  run(general_ops[which].c_str(), call, known[which]);
+  run(general_ops[which].c_str(), call, known_calls[which]);
 }
 
 typedef void (*Kernel)(StableIValue*, uint64_t, uint64_t);
@@ -65,6 +65,12 @@ int64_t attnbackend_ops_serve(const char* name, const char* device) {
 void attnbackend_ops_teach_op(const char* op, const char* overload, const char* results, const Part* parts,
                               int64_t count) {
   taught = std::make_shared<OpCall>(op, overload, results, parts, count);
+}
+
+// What this thread knows, as long as the libraries that it belongs to are all there.
+void attnbackend_ops_forget() {
+  taught.reset();
+  for (KnownCalls<ByLibrary>& known : known_calls) known.lessons.clear();
 }
 
 void attnbackend_ops_share_ffi(const Ffi* from_python) { ffi = *from_python; }
