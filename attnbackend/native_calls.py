@@ -82,28 +82,36 @@ class LibraryCall(NamedTuple):
     """All of them in order: `Argument`, tensors that stay the same throughout the step, numbers and None."""
 
 
-_LESSONS = threading.local()
+class _Lessons(threading.local):
+    heard: list[LibraryCall] | None = None
+    given: tuple[Any, ...] = ()
+
+
+_LESSONS = _Lessons()
 
 
 @contextmanager
-def lessons() -> Iterator[list[LibraryCall]]:
-    """Collects what `amounts_to` says inside the ``with`` block."""
-    before, heard = getattr(_LESSONS, "heard", None), list[LibraryCall]()
-    _LESSONS.heard = heard
+def lessons(*given: Any) -> Iterator[list[LibraryCall]]:
+    """Collects what `amounts_to` says inside the ``with`` block of a call with these tensors."""
+    before, heard = (_LESSONS.heard, _LESSONS.given), list[LibraryCall]()
+    _LESSONS.heard, _LESSONS.given = heard, given
     try:
         yield heard
     finally:
-        _LESSONS.heard = before
+        _LESSONS.heard, _LESSONS.given = before
 
 
-def amounts_to(call: Callable[[], LibraryCall | None]) -> None:
+def amounts_to(call: Callable[[], LibraryCall | None], query: Any, output: Any) -> None:
     """Says that what an implementation did under a step's plan was one call of a library, and no more.
 
     Until the plan goes, the same holds for calls that differ only in where tensors are and what is in them.
 
     Args:
         call: gives it, or None where it was more than that; called if somebody wants to know.
+        query, output: what the implementation was given. Where they are not what our op was given, somebody
+            else did more, and nothing is learned.
     """
-    heard = getattr(_LESSONS, "heard", None)
-    if heard is not None and (library_call := call()) is not None:
-        heard.append(library_call)
+    if _LESSONS.heard is None or not (query is _LESSONS.given[0] and output is _LESSONS.given[1]):
+        return
+    if (library_call := call()) is not None:
+        _LESSONS.heard.append(library_call)

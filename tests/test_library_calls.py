@@ -306,6 +306,37 @@ def test_choices_and_the_registry_count_at_once(
         expect_python(0)
 
 
+def test_what_is_done_around_an_implementation_is_done_each_time() -> None:
+    batch, scale = layer(), torch.tensor([0.5])
+    stored = torch.empty_like(batch.output, dtype=torch.float8_e4m3fn)
+    with set_forward_context(planned(batch)):
+        expected = (attend(batch).float() / scale).to(torch.float8_e4m3fn)
+        for _ in range(3):
+            stored.view(torch.uint8).fill_(1)
+            attend(batch, output=stored, output_scale=scale)
+            assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_a_class_that_adds_to_another_s_work_is_called() -> None:
+    class More(FakeFlashBackend):
+        @staticmethod
+        def get_impl_cls() -> type[FlashAttentionImpl]:
+            return MoreImpl
+
+    class MoreImpl(FlashAttentionImpl):
+        def forward(self, *args: Any) -> None:
+            super().forward(*args)
+            args[5].add_(3.0)
+
+    batch = layer()
+    with set_forward_context(planned(batch)):
+        expected = attend(batch).add_(3.0)
+        with registry_scope():
+            register_backend("FAKE_FLASH", override=True)(More)
+            for _ in range(3):
+                assert torch.equal(attend(batch), expected)
+
+
 def test_another_class_under_the_name_is_called() -> None:
     class Other(FakeFlashBackend):
         @staticmethod

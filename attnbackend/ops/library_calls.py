@@ -65,7 +65,7 @@ def _general(backend: str, ops: CDLL) -> Callable[..., None]:
     def serve(*args: Any, **kwargs: Any) -> None:
         call = AttentionCall(*args, **kwargs)
         with telling(ops):
-            with lessons() as heard:
+            with lessons(call.query, call.output) as heard:
                 run(call)
             teaches = bool(heard) and _holds(backend, call) and teach(ops, heard[0])
             ops.attnbackend_ops_verdict(TEACHES if teaches else GIVEN, b"")

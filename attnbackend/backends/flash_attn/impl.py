@@ -79,8 +79,9 @@ class FlashAttentionImpl(TritonWriterImpl):
         if call.output is not output:
             output.copy_(call.output)
         more = self._finish(route, output, lse, attn_metadata, tensors, native_sinks=call.sinks is not None)
-        if not (more or self._is_fp8 or tensors.k_scale is not None):
-            amounts_to(lambda: route.provider.op_call(_in_arguments(call)))
+        plain = not self._is_fp8 and tensors.k_scale is None
+        if plain and not more and type(self) is FlashAttentionImpl:  # another class may do more
+            amounts_to(lambda: route.provider.op_call(_in_arguments(call)), query, output)
 
     def _call(
         self, route: _Route, query: Tensor, kv_cache: Tensor, plan: FlashAttentionMetadata, output: Tensor,

@@ -41,8 +41,9 @@ class FlashInferImpl(TritonWriterImpl):
             target = self._run(planner, query, kv_cache, output, lse, tokens, tensors.k_scale)
         more = self._finish(output, lse, attn_metadata, tensors)
         plain = target is output and lse is None and tensors.k_scale is None
-        if planner is not None and plain and not more:
-            amounts_to(lambda: planner.library_call(query, kv_cache, output))
+        is_own = type(self) is FlashInferImpl  # another class may do more
+        if planner is not None and is_own and plain and not more:
+            amounts_to(lambda: planner.library_call(query, kv_cache, output), query, output)
 
     @staticmethod
     def _run(
