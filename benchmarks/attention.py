@@ -33,7 +33,7 @@ from attnbackend import resolve_backend, select_backend
 from attnbackend.forward_context import ForwardContext, set_forward_context
 from attnbackend.ops.generate import backend_op
 from attnbackend.ops.library import ATTENTION
-from benchmarks.attention_grid import GRID, QUICK, SPREAD, Inputs, Point, make_inputs
+from benchmarks.attention_grid import GRID, QUICK, SPREAD, WIDE, Inputs, Point, make_inputs
 from benchmarks.attention_plot import draw
 from benchmarks.attention_sides import DIRECT, OURS, PLANS, Run, Unserved, selector_config
 from benchmarks.attention_torch import cudnn_sdpa, torch_varlen
@@ -44,7 +44,9 @@ CALLS, REPLAYS, EAGER_CALLS = 10, 5, 30
 """Most calls in one graph, replays of it a round, and calls of an eager loop."""
 GRAPH_US, LOOP_US = 1.5e3, 5e3
 """What one of them may take: slow calls are repeated less."""
-POINTS = {"all": GRID, "quick": QUICK, "spread": SPREAD}
+SETTLE_US = 3e4
+"""What slow calls run before they are timed: a GPU at its power limit takes as long to find its clock."""
+POINTS = {"all": GRID, "quick": QUICK, "spread": SPREAD, "wide": WIDE}
 PEERS = {**DIRECT, "cudnn_sdpa": cudnn_sdpa, "torch_varlen": torch_varlen}
 SIDES = {**OURS, **PEERS}
 _PAIRS = {"FLASH_ATTN": "fa3_direct", "FLASHINFER": "flashinfer_direct", "TRITON_ATTN": "vllm_triton"}
@@ -208,7 +210,7 @@ def _judge(run: Run, output: Tensor, rows: slice, expected: Tensor, point: Point
     assert error <= allowed, f"the output is off by {error:.3g}, where {allowed:.3g} is rounding"
 
 
-def _captured(run: Run, calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
+def _captured(run: Run, calls: int = CALLS) -> tuple[torch.cuda.CUDAGraph, int]:
     """A graph of some calls, and how many they are."""
     calls = max(1, min(CALLS, calls))
     stream = torch.cuda.Stream()
@@ -235,8 +237,15 @@ def _graph_medians(graphs: Mapping[str, tuple[torch.cuda.CUDAGraph, int]], round
         chance.shuffle(order)
         for name in order:
             graph, calls = graphs[name]
+            if calls == 1:
+                _settle(graph)
             found[name].append(_event_us(graph.replay, REPLAYS if calls > 1 else 2) / calls)
     return {name: statistics.median(values) for name, values in found.items()}
+
+
+def _settle(graph: torch.cuda.CUDAGraph) -> None:
+    for _ in range(min(10, int(SETTLE_US / _event_us(graph.replay, 1)))):
+        graph.replay()
 
 
 def _eager_medians(runs: Mapping[str, Run], times: Mapping[str, float], rounds: int) -> dict[str, float]:
@@ -295,12 +304,11 @@ def _print(result: dict[str, Any]) -> None:
 def _print_summary(results: list[dict[str, Any]]) -> None:
     print("\ngeometric means of graph time over the direct call's")
     for name in _PAIRS:
-        ratios = [r["over_direct"][name] for r in results if name in r["over_direct"]]
+        ratios = [(r["over_direct"][name], r["point"]) for r in results if name in r["over_direct"]]
         if ratios:
-            mean = statistics.geometric_mean(ratios)
-            print(
-                f"  {name:24}{mean:.4f} over {_PAIRS[name]} ({len(ratios)} points, worst {max(ratios):.3f})"
-            )
+            mean, (worst, where) = statistics.geometric_mean(ratio for ratio, _ in ratios), max(ratios)
+            count = f"{len(ratios)} points, worst {worst:.3f}: {where}"
+            print(f"  {name:24}{mean:.4f} over {_PAIRS[name]} ({count})")
             extra = [
                 r["eager_us"][name] - r["eager_us"][_PAIRS[name]]
                 for r in results

@@ -16,7 +16,7 @@ from torch import Tensor
 from attnbackend import CommonAttentionMetadata
 from attnbackend.impl import AttentionParams
 
-__all__ = ["GRID", "QUICK", "SPREAD", "Inputs", "Point", "make_inputs"]
+__all__ = ["GRID", "QUICK", "SPREAD", "WIDE", "Inputs", "Point", "make_inputs"]
 
 HEADS = ((32, 8, 128), (64, 8, 128), (16, 16, 64), (8, 1, 256))
 _MIXED = {
@@ -107,11 +107,16 @@ _SPREAD_WORK = (
     "decode B8 L4096", "decode B64 L4096", "decode B256 L512", "prefill 4x2048", "4 tokens B64 L4096",
     "chunk_2048_and_64_decodes",
 )  # fmt: skip
+_WIDE_WORK = (
+    "decode B1 L32768", "decode B64 L4096", "decode B256 L512", "prefill 1x8192", "chunk_2048_and_64_decodes",
+)  # fmt: skip
 GRID = tuple(_grid())
 QUICK = tuple(p for p in GRID if _is_main(p) and p.work in _QUICK_WORK)
 """Some work of the main shape: kernels that need no compiling."""
 SPREAD = tuple(p for p in GRID if _is_main(p) or p.work in _SPREAD_WORK)
 """All work of the main shape, some of every other."""
+WIDE = tuple(p for p in GRID if p.work in _WIDE_WORK)
+"""The same five of every shape: all heads, pages and caches."""
 
 
 @dataclass(frozen=True)

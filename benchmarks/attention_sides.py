@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnbackend import AttentionSelectorConfig, resolve_backend
+from attnbackend import AttentionSelectorConfig, resolve_backend, set_config
 from attnbackend.kv_cache import resolve_kv_cache_dtype, spec_of
 from attnbackend.metadata import AttentionMetadata, BatchLimits
 from attnbackend.ops.generate import backend_op
@@ -47,17 +47,24 @@ def through_op(name: str) -> Side:
         builder = backend.get_builder_cls()(params, spec_of(params), limits, inputs.query.device)
         plan_of = builder.build_for_cudagraph_capture if point.is_decode else _eager(builder)
         PLANS[0, name] = plan_of(inputs.common)
-        op, batch = backend_op(name, ATTENTION), inputs.common
+        op, batch, query = backend_op(name, ATTENTION), inputs.common, inputs.query
         assert op is not None
+        rounds_queries = name == "FLASH_ATTN" and point.kv_cache_dtype in FLOAT8
+        if rounds_queries:
+            query = query.to(torch.float8_e4m3fn)  # As for the direct call.
 
         def run() -> None:
             op(
-                inputs.query, inputs.key, inputs.value, inputs.kv_cache, output, batch.query_start_loc,
+                query, inputs.key, inputs.value, inputs.kv_cache, output, batch.query_start_loc,
                 batch.seq_lens, batch.block_table, scale=params.scale,
                 kv_cache_dtype=point.kv_cache_dtype, group=0,
             )  # fmt: skip
 
-        return run
+        def permitted() -> None:
+            with set_config(flash_attn_fp8=True):
+                run()
+
+        return permitted if rounds_queries else run
 
     return make
 
@@ -75,6 +82,8 @@ def selector_config(point: Point) -> AttentionSelectorConfig:
 
 
 def _require(name: str, point: Point) -> None:
+    with set_config(flash_attn_fp8=name == "FLASH_ATTN"):
+        reasons = backend_reasons(name, selector_config(point))
     if reasons := backend_reasons(name, selector_config(point)):
         raise Unserved("; ".join(map(str, reasons)))
 
@@ -188,8 +197,11 @@ def vllm_triton(point: Point, inputs: Inputs, output: Tensor) -> Run:
 
 OURS: dict[str, Side] = {
     name: through_op(name)
-    for name in ("FLASH_ATTN+TRITON_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION")
-}
+    for name in (
+        "FLASH_ATTN+TRITON_ATTN", "FLASHINFER+TRITON_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER",
+        "FLEX_ATTENTION",
+    )
+}  # fmt: skip
 DIRECT: dict[str, Side] = {
     "fa3_direct": fa3_direct,
     "flashinfer_direct": flashinfer_direct,

@@ -17,7 +17,9 @@ import argparse
 import copy
 import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,11 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
-    model = copying(random_llama(options.layers))
+    with _timed("the model"):
+        model = copying(random_llama(options.layers))
     prompts = random_prompts(options.requests, model.config.vocab_size)
-    names = options.backend or list(BACKENDS)
-    tokens = {name: greedy(model, name, prompts, options.tokens) for name in names}
-    judged = judge(model, prompts, tokens[names[0]])
+    names, tokens = options.backend or list(BACKENDS), {}
+    for name in names:
+        with _timed(name):
+            tokens[name] = greedy(model, name, prompts, options.tokens)
+    with _timed("the steps anew, in both types"):
+        judged = judge(model, prompts, tokens[names[0]])
     found = {name: compare(tokens[names[0]], tokens[name], judged) for name in names[1:]}
     ties = sum(int(steps.is_tie().sum()) for steps in judged) / (options.requests * options.tokens)
     kinds = len({token for request in tokens[names[0]] for token in request})
@@ -62,6 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.output.write_text(json.dumps(record, indent=1) + "\n")
     if any(result["not_ties"] for result in found.values()):
         raise SystemExit(1)
+
+
+@contextmanager
+def _timed(what: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    print(f"{what}: {time.perf_counter() - started:.1f} s", flush=True)
 
 
 def copying(model: Any) -> Any:
@@ -96,7 +109,11 @@ def greedy(model: Any, backend: str, prompts: list[list[int]], max_tokens: int) 
         max_model_len=1024, num_blocks=len(prompts) * 40 + 1, max_num_batched_tokens=8192,
     )  # fmt: skip
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return [list(output.token_ids) for output in engine.generate(prompts, sampling)]
+    outputs = engine.generate(prompts, sampling)
+    for place, output in enumerate(outputs):
+        if output.finish_reason != "length":
+            raise SystemExit(f"{backend}: request {place} ended by {output.finish_reason}: {output.error}")
+    return [list(output.token_ids) for output in outputs]
 
 
 class Steps(NamedTuple):

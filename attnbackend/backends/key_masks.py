@@ -6,6 +6,7 @@ Shape legend: N query tokens, L keys, G ranges.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,24 +21,20 @@ class KeyMask:
     """Queries at some positions of one request against keys at others."""
 
     params: AttentionParams
-    p_N1: Tensor
-    """Positions of the queries."""
-    j_1L: Tensor
-    """Positions of the keys."""
+    queries: range
+    """Their positions."""
+    keys: range
     ranges_G2: Tensor | None
     """The request's bidirectional ranges."""
+    device: torch.device
 
-    @classmethod
-    def of(
-        cls,
-        params: AttentionParams,
-        queries: range,
-        keys: range,
-        ranges_G2: Tensor | None,
-        device: torch.device,
-    ) -> KeyMask:
-        p_N, j_L = (torch.arange(at.start, at.stop, device=device) for at in (queries, keys))
-        return cls(params, p_N.unsqueeze(1), j_L.unsqueeze(0), ranges_G2)
+    @cached_property
+    def p_N1(self) -> Tensor:
+        return torch.arange(self.queries.start, self.queries.stop, device=self.device).unsqueeze(1)
+
+    @cached_property
+    def j_1L(self) -> Tensor:
+        return torch.arange(self.keys.start, self.keys.stop, device=self.device).unsqueeze(0)
 
     def distance(self) -> Tensor:
         """Positions between query and key, int64 [N, L]."""

@@ -156,14 +156,14 @@ class TorchSDPAImpl(StandardImpl):
             out_NHD.copy_(self._fused(q_NHD, k_LKD, v_LKD, mask))
             return
         for part in self._query_chunks(len(q_NHD), len(keys)):
-            of_part = replace(mask, p_N1=mask.p_N1[part])
+            of_part = replace(mask, queries=mask.queries[part])
             out_NHD[part], lse = self._explicit(q_NHD[part], k_LKD, v_LKD, of_part, tensors)
             if tensors.lse is not None:
                 tensors.lse[rows][part] = lse
 
     def _mask(self, request: Request, keys: range, ranges: Tensor | None, device: torch.device) -> KeyMask:
         queries = range(request.seq_len - (request.stop - request.start), request.seq_len)
-        return KeyMask.of(self.params, queries, keys, None if ranges is None else ranges[request.row], device)
+        return KeyMask(self.params, queries, keys, None if ranges is None else ranges[request.row], device)
 
     def _fused(self, q_NHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, mask: KeyMask) -> Tensor:
         """torch's own kernel, for plain masks."""

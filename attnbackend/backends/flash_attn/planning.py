@@ -35,6 +35,8 @@ _SPLIT_BYTES = 512 << 20
 _SHORT_KEYS, _FULL_PROGRAMS = 1024, 106
 """Requests as short as this are not split where rows times key-value heads are as many: unequal lengths leave
 little idle there, and kernels of FlashAttention 3 that may split take longer though they do not."""
+_TILE_ROWS = 128
+"""Query tokens of one head that a kernel takes at once from prompts."""
 _SCHEDULE_ROWS = 992
 """Rows that the scheduler of FlashAttention 3 counts splits for one by one; with more it does not."""
 
@@ -63,13 +65,16 @@ def layer_of(params: AttentionParams, *, alibi: bool) -> Layer:
     return Layer.of(params, kv_dtype=kv_dtype, alibi=alibi)
 
 
-def most_splits(tokens: int, num_heads: int, head_size: int, *, programs: int = 1, max_seq_len: int) -> int:
+def most_splits(
+    tokens: int, num_heads: int, head_size: int, *, rows: int = 0, programs: int = 1, max_seq_len: int
+) -> int:  # fmt: skip
     """Parts that the keys of one request may be split in, from what partial results may take.
 
     Of the lengths only their bound enters: within it, the kernel decides request by request on the device, so
     a graph splits as the replayed batch wants. `programs` are rows times key-value heads.
     """
-    if tokens > _SPLIT_TOKENS or (max_seq_len <= _SHORT_KEYS and programs >= _FULL_PROGRAMS):
+    fills_device = 0 < rows * _TILE_ROWS <= tokens and tokens * num_heads >= _FULL_PROGRAMS * _TILE_ROWS
+    if fills_device or tokens > _SPLIT_TOKENS or (max_seq_len <= _SHORT_KEYS and programs >= _FULL_PROGRAMS):
         return 1
     rounded = 1 << max(0, math.ceil(math.log2(max(1, tokens))))
     return max(1, min(_MAX_SPLITS, _SPLIT_BYTES // (rounded * num_heads * head_size * 4)))
@@ -134,7 +139,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         p = self.params
         splits = most_splits(
             common.num_actual_tokens, p.num_heads, p.head_size, max_seq_len=common.max_seq_len,
-            programs=common.seq_lens.shape[0] * p.num_kv_heads,
+            rows=common.seq_lens.shape[0], programs=common.seq_lens.shape[0] * p.num_kv_heads,
         )  # fmt: skip
         return Bounds(max(1, common.max_query_len), max(1, common.max_seq_len), splits)
 

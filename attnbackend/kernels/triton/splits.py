@@ -18,6 +18,8 @@ MIN_SPLIT_KEYS = 64
 in 8 splits, and slowest in one."""
 
 MAX_SPLITS = 128
+EVEN_WAVES = 4
+"""With more waves of programs than these no wave is waited for: programs end one by one."""
 
 
 def decode_num_splits(num_programs: int, max_keys: int, num_slots: int) -> int:
@@ -46,13 +48,17 @@ def decode_shape(
 ) -> tuple[TileConfig, int]:
     """The tile, and its splits, whose waves of programs leave the least of the device idle.
 
-    Of tiles that do equally well it is the one with fewer waves, then the first.
+    Of tiles that do equally well it is the one with fewer waves, then the first; but the first with many
+    waves anyway. (On an H200, 256 requests of 4,096 and of 32,768 keys took 963 and 7,599 microseconds in two
+    programs a multiprocessor, 1,021 and 8,232 in four, of smaller steps.)
     """
     best: tuple[tuple[float, int], TileConfig, int] | None = None
     for tile in tiles:
         slots = tile.per_processor * num_processors
         splits = decode_num_splits(num_programs, max_keys, slots)
         waves = -(-num_programs * splits // slots)
+        if waves > EVEN_WAVES and best is None:
+            return tile, splits
         found = (round(num_programs * splits / max(1, waves * slots), 3), -waves), tile, splits
         if best is None or found[0] > best[0]:
             best = found
