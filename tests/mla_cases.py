@@ -63,7 +63,8 @@ def poisoned_cache(blocks: int, block_size: int, width: int, dtype: torch.dtype,
 def packed(rows_NW: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes [N, 656] of rows [N, 576], and what they mean, in float64."""
     groups = rows_NW[:, :512].float().reshape(-1, 4, 128)
-    scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+    largest = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    scales = largest / torch.full_like(largest, 448)  # CUDA divides by a number as times its reciprocal.
     latent = (groups / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
     rope = rows_NW[:, 512:].to(torch.bfloat16)
     parts = (latent.reshape(-1, 512), scales.reshape(-1, 4), rope)

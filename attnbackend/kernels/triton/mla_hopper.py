@@ -2,9 +2,10 @@
 
 A program takes 64 rows (`mla_rows`) and one split of their keys, 64 at a time, in three groups of warps:
 
-- one copies blocks of the cache to shared memory (TMA), up to two steps ahead of their use;
-- one computes the scores, the softmax and the left half of the output;
-- one computes the right half, from the weights that the second left in shared memory.
+- one computes scores and softmax; it keeps most of the queries in registers, which leaves shared memory
+  for three steps of latents, and it begins the next step's scores before it hands weights over;
+- two compute the left and the right half of the output, which fills the tensor cores while the next scores
+  become weights, and copy those halves of the latents (TMA) as soon as they are done with what was there.
 
 Keys are visited from the last to the first: what must be masked, or is no key at all, comes first, before
 accumulators fill the registers.
@@ -19,26 +20,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from .gluon_parts import LN_2, TILE_COPY, copy_queries, load_block, sync_group
 from .mla_hopper_launch import KEYS, ROWS
 
-RIGHT_REGISTERS, COPY_REGISTERS = 192, 32
-"""Of a thread of the third and the first group; what they leave is the second's."""
-M, N, STAGES = gl.constexpr(ROWS), gl.constexpr(KEYS), gl.constexpr(2)
-LN_2 = gl.constexpr(0.6931471805599453)
+VALUE_REGISTERS = 160
+"""Of a thread that holds output; what they leave is the other group's."""
+M, N, STAGES = gl.constexpr(ROWS), gl.constexpr(KEYS), gl.constexpr(3)
 SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 VALUE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+OPERAND = gl.constexpr(gl.DotOperandLayout(0, SCORE.value, 2))
 SCORE_ROW = gl.constexpr(gl.SliceLayout(1, SCORE.value))
 VALUE_ROW = gl.constexpr(gl.SliceLayout(1, VALUE.value))
-TILE_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-# The names of Triton 3.6, and of later versions.
-load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-sync_group = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -65,50 +62,12 @@ def block_row(table_ptr: gl.tensor, step: gl.tensor, block_rows: gl.tensor, S: g
 
 
 @gluon.jit
-def copy_blocks(
-    half_desc: gl.tensor,
-    rope_desc: gl.tensor,
-    table_ptr: gl.tensor,
-    buffers: gl.tuple,
-    barriers: gl.tuple,
-    top: gl.tensor,
-    steps: gl.tensor,
-    block_rows: gl.tensor,
-    S: gl.constexpr,
+def copy_half(
+    desc: gl.tensor, row: gl.tensor, first: gl.constexpr, full: gl.tensor, latents: gl.tensor, real: gl.tensor
 ) -> None:
-    """The group that fills the buffers of latents and rotated keys."""
-    _, _, left, right, rope, _, _ = buffers
-    left_full, left_free, right_full, right_free, _, _ = barriers
-    HALF: gl.constexpr = half_desc.block_shape[1]
-    next_row = block_row(table_ptr, top, block_rows, S)
-    for i in range(steps):
-        # Block ids are read one step ahead.
-        row = next_row
-        next_row = block_row(table_ptr, gl.maximum(top - i - 1, top - steps + 1), block_rows, S)
-        stage, phase = i % STAGES, i // STAGES & 1 ^ 1
-        mbarrier.wait(left_free.index(stage), phase)
-        full = left_full.index(stage)
-        mbarrier.expect(full, half_desc.block_type.nbytes + rope_desc.block_type.nbytes)
-        load_block(rope_desc, [row, 2 * HALF], full, rope.index(stage))
-        load_block(half_desc, [row, 0], full, left.index(stage))
-        mbarrier.wait(right_free.index(stage), phase)
-        full = right_full.index(stage)
-        mbarrier.expect(full, half_desc.block_type.nbytes)
-        load_block(half_desc, [row, HALF], full, right.index(stage))
-
-
-@gluon.jit
-def copy_queries(
-    shared: gl.shared_memory_descriptor, ptr: gl.tensor, offsets: gl.tensor, keep: gl.tensor
-) -> None:
-    """Rows of queries [M, width] to shared memory, zeros where not `keep`."""
-    WIDTH: gl.constexpr = shared.shape[1]
-    offsets = gl.convert_layout(offsets, gl.SliceLayout(1, TILE_COPY))
-    mask = gl.convert_layout(keep, gl.SliceLayout(1, TILE_COPY))
-    column = gl.arange(0, 64, gl.SliceLayout(0, TILE_COPY))
-    for first in gl.static_range(0, WIDTH, 64):
-        part = gl.load(ptr + offsets[:, None] + (first + column)[None, :], mask=mask[:, None], other=0.0)
-        shared.slice(first, 64, dim=1).store(part)
+    """Begin to copy one half of a block's latents, or its rotated keys, if `real`."""
+    mbarrier.expect(full, desc.block_type.nbytes, pred=real)
+    load_block(desc, [row, first], full, latents, pred=real)
 
 
 @gluon.jit
@@ -123,21 +82,35 @@ def clear_behind(latents: gl.shared_memory_descriptor, keys: gl.tensor) -> None:
 
 
 @gluon.jit
-def start_scores(buffers: gl.tuple, barriers: gl.tuple, i: gl.tensor) -> gl.tensor:
-    """The product of queries and keys of step i, begun: three groups of instructions in flight."""
-    q_latent, q_rope, left, right, rope, _, _ = buffers
-    left_full, _, right_full, _, _, _ = barriers
-    HALF: gl.constexpr = left.shape[2]
+def load_queries(ptr: gl.tensor, offsets: gl.tensor, keep: gl.tensor, first: gl.constexpr) -> gl.tensor:
+    """64 columns of the rows of queries as a product takes them from registers, zeros where not `keep`."""
+    offsets = gl.convert_layout(offsets, gl.SliceLayout(1, OPERAND))
+    mask = gl.convert_layout(keep, gl.SliceLayout(1, OPERAND))
+    column = first + gl.arange(0, 64, gl.SliceLayout(0, OPERAND))
+    return gl.load(ptr + offsets[:, None] + column[None, :], mask=mask[:, None], other=0.0)
+
+
+@gluon.jit
+def start_scores(
+    queries: gl.tuple, q_shared: gl.tensor, buffers: gl.tuple, barriers: gl.tuple, i: gl.tensor
+) -> gl.tensor:
+    """The product of queries and keys of step i, begun."""
+    left, right, rope, _, _, _ = buffers
+    left_full, right_full, rope_full, _, _, _, _ = barriers
     stage, phase = i % STAGES, i // STAGES & 1
     scores = gl.zeros([M, N], gl.float32, SCORE)
     mbarrier.wait(left_full.index(stage), phase)
-    keys = rope.index(stage).permute((1, 0))
-    scores = warpgroup_mma(q_rope, keys, scores, use_acc=False, is_async=True)
-    keys = left.index(stage).permute((1, 0))
-    scores = warpgroup_mma(q_latent.slice(0, HALF, dim=1), keys, scores, is_async=True)
+    for k in gl.static_range(4):
+        keys = left.index(stage).slice(64 * k, 64, dim=1).permute((1, 0))
+        scores = warpgroup_mma(queries[k], keys, scores, use_acc=k != 0, is_async=True)
     mbarrier.wait(right_full.index(stage), phase)
-    keys = right.index(stage).permute((1, 0))
-    return warpgroup_mma(q_latent.slice(HALF, HALF, dim=1), keys, scores, is_async=True)
+    for k in gl.static_range(3):
+        keys = right.index(stage).slice(64 * k, 64, dim=1).permute((1, 0))
+        scores = warpgroup_mma(queries[4 + k], keys, scores, is_async=True)
+    keys = right.index(stage).slice(192, 64, dim=1).permute((1, 0))
+    scores = warpgroup_mma(q_shared.index(0), keys, scores, is_async=True)
+    mbarrier.wait(rope_full, i & 1)
+    return warpgroup_mma(q_shared.index(1), rope.permute((1, 0)), scores, is_async=True)
 
 
 @gluon.jit
@@ -164,14 +137,14 @@ def softmax_step(
 
 @gluon.jit
 def hand_over(
-    weights: gl.tensor, factor: gl.tensor, buffers: gl.tuple, barriers: gl.tuple, i: gl.tensor
+    weights: gl.tensor, shrink: gl.tensor, buffers: gl.tuple, barriers: gl.tuple, i: gl.tensor
 ) -> None:
-    """Weights and factors of step i to the group of the right half, once it is done with the last."""
-    _, _, _, _, _, weights_shared, factors_shared = buffers
-    _, _, _, _, weights_full, weights_free = barriers
+    """Weights and factors of step i to the groups of values, once they are done with the last."""
+    _, _, _, weights_shared, factors, _ = buffers
+    _, _, _, _, weights_full, weights_free, _ = barriers
     mbarrier.wait(weights_free, i & 1 ^ 1)
-    weights_shared.store(weights.to(weights_shared.dtype))
-    factors_shared.store(factor)
+    weights_shared.store(weights)
+    factors.store(shrink)
     fence_async_shared()
     sync_group()
     mbarrier.arrive(weights_full)
@@ -229,105 +202,137 @@ def store_state(
 
 
 @gluon.jit
-def attend_left(
+def attend_scores(
     queries: gl.tuple,
     buffers: gl.tuple,
     barriers: gl.tuple,
-    results: gl.tuple,
-    place: gl.tuple,
+    span: gl.tuple,
     scale: gl.tensor,
-    value_scale: gl.tensor,
-    split: gl.tensor,
-    num_splits: gl.tensor,
+    q_shared: gl.tensor,
     H: gl.constexpr,
 ) -> None:
-    """The group that computes scores, softmax and the left half of the output."""
+    """The group that computes scores and softmax."""
     ql_ptr, qr_ptr, ql_token, ql_head, qr_token, qr_head = queries
-    q_latent, q_rope, left, right, _, weights_shared, _ = buffers
-    _, left_free, _, _, _, _ = barriers
-    begin, tokens, first, seq_len, top, steps = place
-    L: gl.constexpr = q_latent.shape[1]
+    _, _, _, _, _, states = buffers
+    _, _, _, scores_done, _, _, last_full = barriers
+    begin, tokens, first, seq_len, top, steps = span
     row = first + gl.arange(0, M, SCORE_ROW)
     token, head64 = row // H, (row % H).to(gl.int64)
     token64, keep = (begin + token).to(gl.int64), token < tokens
     # Keys before end_key are a row's own, those before all_see every row's.
     end_key = gl.where(keep, seq_len - tokens + token + 1, 0)
     all_see = seq_len - tokens + first // H + 1
-    copy_queries(q_latent, ql_ptr, token64 * ql_token + head64 * ql_head, keep)
-    copy_queries(q_rope, qr_ptr, token64 * qr_token + head64 * qr_head, keep)
+    offsets = token64 * ql_token + head64 * ql_head
+    copy_queries(q_shared.index(1), qr_ptr, token64 * qr_token + head64 * qr_head, keep)
+    copy_queries(q_shared.index(0), ql_ptr + 448, offsets, keep)
+    parts = (
+        load_queries(ql_ptr, offsets, keep, 0),
+        load_queries(ql_ptr, offsets, keep, 64),
+        load_queries(ql_ptr, offsets, keep, 128),
+        load_queries(ql_ptr, offsets, keep, 192),
+        load_queries(ql_ptr, offsets, keep, 256),
+        load_queries(ql_ptr, offsets, keep, 320),
+        load_queries(ql_ptr, offsets, keep, 384),
+    )
     fence_async_shared()
     sync_group()
     row_max = gl.full([M], float("-inf"), gl.float32, SCORE_ROW)
     row_sum = gl.zeros([M], gl.float32, SCORE_ROW)
-    acc = gl.zeros([M, L // 2], gl.float32, VALUE)
-    scores = warpgroup_mma_wait(0, deps=[start_scores(buffers, barriers, 0)])
-    if seq_len < (top + 1) * N:
-        clear_behind(left.index(0), seq_len - top * N)
-        clear_behind(right.index(0), seq_len - top * N)
-        fence_async_shared()
-        sync_group()
+    scores = warpgroup_mma_wait(0, deps=[start_scores(parts, q_shared, buffers, barriers, 0)])
+    sync_group()
+    mbarrier.arrive(scores_done)
     for i in range(steps - 1):
         weights, row_max, row_sum, shrink = softmax_step(
             scores, row_max, row_sum, top - i, end_key, all_see, scale
         )
-        hand_over(weights, shrink, buffers, barriers, i)
-        acc = acc * gl.convert_layout(shrink, VALUE_ROW)[:, None]
-        acc = warpgroup_mma(weights_shared, left.index(i % STAGES), acc, is_async=True)
-        # The next scores stand in line behind this product.
-        scores = start_scores(buffers, barriers, i + 1)
-        acc = warpgroup_mma_wait(3, deps=[acc])
+        weights16 = weights.to(q_shared.dtype)
+        started = start_scores(parts, q_shared, buffers, barriers, i + 1)
+        hand_over(weights16, shrink, buffers, barriers, i)
+        scores = warpgroup_mma_wait(0, deps=[started])
         sync_group()
-        mbarrier.arrive(left_free.index(i % STAGES))
-        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(scores_done)
     weights, row_max, row_sum, shrink = softmax_step(
         scores, row_max, row_sum, top - steps + 1, end_key, all_see, scale
     )
-    hand_over(weights, shrink, buffers, barriers, steps - 1)
-    acc = acc * gl.convert_layout(shrink, VALUE_ROW)[:, None]
-    acc = warpgroup_mma(weights_shared, left.index((steps - 1) % STAGES), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    if results[2] is None:
-        factor = value_scale / gl.where(row_sum == 0.0, 1.0, row_sum)
-    else:
-        factor = value_scale + gl.zeros_like(row_sum)
-    hand_over(weights, factor, buffers, barriers, steps)
-    acc = acc * gl.convert_layout(factor, VALUE_ROW)[:, None]
-    store_state(row_max, row_sum, results, token64, head64, keep, split, num_splits, H, L)
-    token64, head64 = gl.convert_layout(token64, VALUE_ROW), gl.convert_layout(head64, VALUE_ROW)
-    keep = gl.convert_layout(keep, VALUE_ROW)
-    store_half(acc, results, token64, head64, keep, split, num_splits, H, 0)
+    hand_over(weights.to(q_shared.dtype), shrink, buffers, barriers, steps - 1)
+    states.index(0).store(row_max)
+    states.index(1).store(row_sum)
+    sync_group()
+    mbarrier.arrive(last_full)
 
 
 @gluon.jit
-def attend_right(
+def attend_values(
+    half_desc: gl.tensor,
+    rope_desc: gl.tensor,
+    table_ptr: gl.tensor,
+    block_rows: gl.tensor,
     buffers: gl.tuple,
     barriers: gl.tuple,
     results: gl.tuple,
-    place: gl.tuple,
+    span: gl.tuple,
+    value_scale: gl.tensor,
     split: gl.tensor,
     num_splits: gl.tensor,
     H: gl.constexpr,
+    S: gl.constexpr,
+    FIRST: gl.constexpr,
 ) -> None:
-    """The group that computes the right half of the output."""
-    q_latent, _, _, right, _, weights, factors = buffers
-    _, _, right_full, right_free, weights_full, weights_free = barriers
-    begin, tokens, first, _, _, steps = place
-    HALF: gl.constexpr = q_latent.shape[1] // 2
+    """A group that computes one half of the output, and copies that half of the latents."""
+    left, right, rope, weights, factors, states = buffers
+    left_full, right_full, rope_full, scores_done, weights_full, weights_free, last_full = barriers
+    begin, tokens, first, seq_len, top, steps = span
+    HALF: gl.constexpr = half_desc.block_shape[1]
+    if FIRST == 0:
+        latents, full = left, left_full
+    else:
+        latents, full = right, right_full
+    bottom = top - steps + 1
+    for i in gl.static_range(STAGES):
+        cache_row = block_row(table_ptr, gl.maximum(top - i, bottom), block_rows, S)
+        copy_half(half_desc, cache_row, FIRST, full.index(i), latents.index(i), i < steps)
+        if (FIRST != 0) and (i == 0):
+            copy_half(rope_desc, cache_row, 2 * HALF, rope_full, rope, True)
     acc = gl.zeros([M, HALF], gl.float32, VALUE)
+    next_row = block_row(table_ptr, gl.maximum(top - STAGES, bottom), block_rows, S)
+    if FIRST != 0:
+        rope_row = block_row(table_ptr, gl.maximum(top - 1, bottom), block_rows, S)
+        mbarrier.wait(scores_done, 0)
+        copy_half(rope_desc, rope_row, 2 * HALF, rope_full, rope, steps > 1)
+        rope_row = block_row(table_ptr, gl.maximum(top - 2, bottom), block_rows, S)
+    if seq_len < (top + 1) * N:
+        mbarrier.wait(full.index(0), 0)
+        mbarrier.wait(weights_full, 0)
+        clear_behind(latents.index(0), seq_len - top * N)
+        fence_async_shared()
+        sync_group()
     for i in range(steps):
         stage = i % STAGES
+        cache_row = next_row
+        next_row = block_row(table_ptr, gl.maximum(top - i - STAGES - 1, bottom), block_rows, S)
+        mbarrier.wait(full.index(stage), i // STAGES & 1)
         mbarrier.wait(weights_full, i & 1)
         acc = acc * factors.load(VALUE_ROW)[:, None]
-        mbarrier.wait(right_full.index(stage), i // STAGES & 1)
-        acc = warpgroup_mma(weights, right.index(stage), acc, is_async=True)
+        if FIRST != 0:
+            mbarrier.wait(scores_done, i + 1 & 1, pred=i + 1 < steps)
+            copy_half(rope_desc, rope_row, 2 * HALF, rope_full, rope, i + 2 < steps)
+            rope_row = cache_row
+        acc = warpgroup_mma(weights, latents.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
+        sync_group()
         mbarrier.arrive(weights_free)
-        mbarrier.arrive(right_free.index(stage))
-    mbarrier.wait(weights_full, steps & 1)
-    acc = acc * factors.load(VALUE_ROW)[:, None]
+        copy_half(half_desc, cache_row, FIRST, full.index(stage), latents.index(stage), i + STAGES < steps)
+    mbarrier.wait(last_full, 0)
     row = first + gl.arange(0, M, VALUE_ROW)
-    token64, head64 = (begin + row // H).to(gl.int64), (row % H).to(gl.int64)
-    store_half(acc, results, token64, head64, row < tokens * H, split, num_splits, H, HALF)
+    token64, head64, keep = (begin + row // H).to(gl.int64), (row % H).to(gl.int64), row < tokens * H
+    row_sum = states.index(1).load(VALUE_ROW)
+    if FIRST == 0:
+        row_max = states.index(0).load(VALUE_ROW)
+        store_state(row_max, row_sum, results, token64, head64, keep, split, num_splits, H, 2 * HALF)
+    factor = value_scale + gl.zeros_like(row_sum)
+    if results[2] is None:
+        factor = value_scale / gl.where(row_sum == 0.0, 1.0, row_sum)
+    store_half(acc * factor[:, None], results, token64, head64, keep, split, num_splits, H, FIRST)
 
 
 @gluon.jit
@@ -393,8 +398,7 @@ def mla_hopper_kernel(
     L: gl.constexpr,
     R: gl.constexpr,
     MIN_STEPS: gl.constexpr,
-    RIGHT_REGS: gl.constexpr,
-    COPY_REGS: gl.constexpr,
+    VALUE_REGS: gl.constexpr,
 ) -> None:
     """half_desc and rope_desc: the cache as a matrix of rows, in blocks [N, L / 2] and [N, R]."""
     split = gl.program_id(1)
@@ -419,32 +423,34 @@ def mla_hopper_kernel(
         return
 
     dtype: gl.constexpr = half_desc.dtype
-    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, L], dtype)
-    W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, N], dtype)
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     buffers = (
-        gl.allocate_shared_memory(dtype, [M, L], Q_LAYOUT),
-        gl.allocate_shared_memory(dtype, [M, R], rope_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, N, L // 2], half_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, N, L // 2], half_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, N, R], rope_desc.layout),
-        gl.allocate_shared_memory(dtype, [M, N], W_LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(dtype, [N, R], rope_desc.layout),
+        gl.allocate_shared_memory(dtype, [M, N], rope_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [M], ROW),
+        gl.allocate_shared_memory(gl.float32, [2, M], ROW),
     )
-    left_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    left_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    right_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    right_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    weights_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    weights_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_shared = gl.allocate_shared_memory(dtype, [2, M, R], rope_desc.layout)
+    left_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    right_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    rope_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    scores_done = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    weights_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    weights_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    last_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for stage in gl.static_range(STAGES):
         mbarrier.init(left_full.index(stage), count=1)
-        mbarrier.init(left_free.index(stage), count=1)
         mbarrier.init(right_full.index(stage), count=1)
-        mbarrier.init(right_free.index(stage), count=1)
+    mbarrier.init(rope_full, count=1)
+    mbarrier.init(scores_done, count=1)
     mbarrier.init(weights_full, count=1)
-    mbarrier.init(weights_free, count=1)
+    mbarrier.init(weights_free, count=2)
+    mbarrier.init(last_full, count=1)
     sync_group()
-    barriers = (left_full, left_free, right_full, right_free, weights_full, weights_free)
+    barriers = (left_full, right_full, rope_full, scores_done, weights_full, weights_free, last_full)
     value_scale = 1.0
     if k_scale_ptr is not None:
         value_scale = gl.load(k_scale_ptr)
@@ -452,16 +458,22 @@ def mla_hopper_kernel(
     table_ptr += request.to(gl.int64) * table_row
     gl.warp_specialize(
         [
+            (attend_scores, (queries, buffers, barriers, place, scale * value_scale, q_shared, H)),
             (
-                attend_left,
+                attend_values,
                 (
-                    queries, buffers, barriers, results, place, scale * value_scale, value_scale, split,
-                    num_splits, H,
+                    half_desc, rope_desc, table_ptr, block_rows, buffers, barriers, results, place,
+                    value_scale, split, num_splits, H, S, 0,
                 ),
             ),
-            (attend_right, (buffers, barriers, results, place, split, num_splits, H)),
-            (copy_blocks, (half_desc, rope_desc, table_ptr, buffers, barriers, top, steps, block_rows, S)),
+            (
+                attend_values,
+                (
+                    half_desc, rope_desc, table_ptr, block_rows, buffers, barriers, results, place,
+                    value_scale, split, num_splits, H, S, L // 2,
+                ),
+            ),
         ],
-        [4, 1],
-        [RIGHT_REGS, COPY_REGS],
+        [4, 4],
+        [VALUE_REGS, VALUE_REGS],
     )  # fmt: skip

@@ -84,7 +84,7 @@ def launch(call: MLACall, tiles: int, num_splits: int, partial: torch.Tensor | N
     """Write output and LSE, or with `partial` the parts of them."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .mla_hopper import COPY_REGISTERS, RIGHT_REGISTERS, mla_hopper_kernel
+    from .mla_hopper import VALUE_REGISTERS, mla_hopper_kernel
 
     block, slot = call.cache.strides[:2]
     shape, strides = [_matrix_rows(call), RANK + ROPE], [slot, 1]
@@ -102,5 +102,5 @@ def launch(call: MLACall, tiles: int, num_splits: int, partial: torch.Tensor | N
         *call.query_latent.stride()[:2], *call.query_rope.stride()[:2], *call.output.stride()[:2], *lse,
         call.block_table.stride(0), block // slot, tokens, call.seq_lens.shape[0], num_splits,
         H=heads, S=call.block_size, L=RANK, R=ROPE, MIN_STEPS=MIN_SPLIT_KEYS // KEYS,
-        RIGHT_REGS=RIGHT_REGISTERS, COPY_REGS=COPY_REGISTERS, num_warps=4,
+        VALUE_REGS=VALUE_REGISTERS, num_warps=4,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .mla_hopper import LN_2, TILE_COPY, copy_queries, load_block, sync_group
+from .gluon_parts import LN_2, TILE_COPY, copy_queries, load_block, sync_group
 
 M = gl.constexpr(64)
 # Triton 3.6 has a method of a private name.
