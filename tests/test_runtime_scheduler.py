@@ -34,7 +34,9 @@ def run_step(scheduler: Scheduler) -> Schedule:
 
 def complete(scheduler: Scheduler, step: Schedule) -> Schedule:
     scheduler.commit(step.scheduled)
+    scheduler.settle()
     for request, _ in step.scheduled:
+        request.num_pending = 0
         if not request.num_uncomputed:
             request.token_ids.append(1)
             if request.num_outputs == request.params.max_tokens:

@@ -17,7 +17,7 @@ from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.request import Request, RequestOutput, RequestStatus, StepOutput
 from attnbackend.runtime.request_progress import RequestProgress
 from attnbackend.runtime.sampling_params import SamplingParams
-from attnbackend.runtime.scheduler import ScheduledRequest, Scheduler
+from attnbackend.runtime.scheduler import Schedule, ScheduledRequest, Scheduler
 from attnbackend.runtime.speculation import NgramProposer, drafts_of
 from attnbackend.runtime.started_step import SampledTokens, StartedStep
 from attnbackend.runtime.text_stream import TextStream
@@ -218,6 +218,7 @@ class EngineCore:
             raise ValueError(
                 f"abort: no unfinished request {request_id!r}; unfinished are {sorted(self._progress)}"
             )
+        self.scheduler.settle()
         output = progress.abort()
         self._retire(progress.request)
         return output
@@ -250,8 +251,7 @@ class EngineCore:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
         )
-        progress = self._progress[request_id] = self._new_progress(request)
-        request.accept = progress.accept
+        self._progress[request_id] = self._new_progress(request)
         self.scheduler.add(request)
 
     def _new_progress(self, request: Request) -> RequestProgress:
@@ -292,37 +292,41 @@ class EngineCore:
             return None
         if self.proposer is not None:
             _propose(self.proposer, step.scheduled)
-        return self._run(step.scheduled)
+        return self._run(step)
 
-    def _run(self, scheduled: Sequence[ScheduledRequest]) -> StartedStep:
+    def _run(self, step: Schedule) -> StartedStep:
         """Start a step on the device; nothing has advanced if this raises."""
-        batch = self.input_batch.prepare(scheduled)
+        scheduled, lockstep = step.scheduled, step.lockstep
+        batch = self.input_batch.prepare(scheduled, step.has_new_blocks)
         try:
             logits = self.runner.execute(batch)
             self._num_steps += 1
             self._check_logits(logits, batch)
-            requests = [scheduled[row].request for row in batch.sampled_rows]
+            requests = (
+                lockstep.requests if lockstep else [scheduled[row].request for row in batch.sampled_rows]
+            )
             greedy = getattr(self.runner, "greedy", None)
             started = self._sampled.sample(logits, batch.sampling, requests, greedy)
         except BaseException:
             self._undo_tokens()
             raise
-        has_fed = batch.sampling is None and getattr(self.runner, "has_fed", False)
-        self.input_batch.started(started.ids, has_fed)
+        has_advanced = batch.sampling is None and getattr(self.runner, "has_advanced", False)
+        self.input_batch.started(started.ids, has_advanced)
         self.scheduler.commit(scheduled)
-        for request in started.requests:
+        for request in () if lockstep else started.requests:
             request.num_pending += 1
         return started
 
     def _undo_tokens(self) -> None:
         """After a step that failed: the tokens that it was to read are those of the step before again."""
+        self.scheduler.settle()
         self.input_batch.invalidate()
         if self._in_flight:
             self._in_flight[-1].put_back()
 
     def _check_logits(self, logits: Tensor, batch: PreparedBatch) -> None:
         expected = (batch.num_sampled, self.runner.vocab_size)
-        if tuple(logits.shape) != expected:
+        if logits.shape != expected:
             raise RuntimeError(
                 f"the model runner returned logits of shape {tuple(logits.shape)}; expected "
                 f"{expected}: a row for each of batch.sampled_rows, vocab_size wide"
@@ -330,6 +334,12 @@ class EngineCore:
 
     def _take_in(self, step: StartedStep, tokens: list[int]) -> list[StepOutput]:
         """Give the requests their tokens; those that ended while the step ran are left out."""
+        lockstep = self.scheduler.lockstep
+        if lockstep is not None and step.requests is lockstep.requests:
+            taken = lockstep.take(tokens)
+            if taken is not None:
+                return taken
+        self.scheduler.settle()
         outputs, finished = [], RequestStatus.FINISHED
         for request, token_id in zip(step.requests, tokens, strict=True):
             if request.status is finished:

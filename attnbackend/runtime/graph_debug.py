@@ -14,7 +14,7 @@ from torch import Tensor
 from attnbackend.cudagraph import BatchDescriptor, Dispatch, GraphedSteps, PreparedStep
 from attnbackend.runtime.prepared_batch import PreparedBatch
 
-__all__ = ["checked_replay"]
+__all__ = ["checked_replay", "keep_inputs"]
 
 
 def checked_replay(
@@ -29,19 +29,30 @@ def checked_replay(
         RuntimeError: the logits differ, or a tensor is not where the graph reads it.
     """
     steps.long_lived.check_all(key.descriptor)
-    ids_T = batch.input_ids.clone()  # Steps of decodes put their tokens there.
+    put_back = keep_inputs(batch)
     with _other_blocks(batch):
         logits_NV = steps.replay(key, prepare(), poisoned=True)[: batch.num_sampled].clone()
-    batch.input_ids.copy_(ids_T)
+    put_back()
     without_NV = prepare().work()[: batch.num_sampled]
     if not _same_bits(logits_NV, without_NV):
-        batch.input_ids.copy_(ids_T)
+        put_back()
         again_NV = prepare().work()[: batch.num_sampled]
         message = _difference(key.descriptor, batch, logits_NV, without_NV)
         if not _same_bits(without_NV, again_NV):
             message += ". So does the path without from one run to the next: the backend is not deterministic"
         raise RuntimeError(message)
     return logits_NV
+
+
+def keep_inputs(batch: PreparedBatch) -> Callable[[], None]:
+    """What makes the batch as it is now again: steps of decodes make it the next step's."""
+    kept = [(x, x.clone()) for x in (batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens)]
+
+    def put_back() -> None:
+        for tensor, value in kept:
+            tensor.copy_(value)
+
+    return put_back
 
 
 @contextmanager

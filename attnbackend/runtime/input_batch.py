@@ -87,8 +87,10 @@ class InputBatch:
         self._table = RequestTable(max_num_seqs, max_len, self.width)
         self._logits_row_H: IntArray = np.zeros(max_num_seqs, dtype=np.int64)
         self._last_ids: Tensor | None = None
-        self._has_fed = False
-        self._wanted_homes_N = int_array([])
+        self._has_advanced = False
+        self._is_started = False
+        self._wanted_homes_N: IntArray | None = None
+        """Homes of the rows of logits, where they are others than those of the step before."""
         self._steady: SteadyDecodes | None = None
         self._iota_T: IntArray = np.arange(1 + max(max_num_tokens, max_num_seqs), dtype=np.int64)
         make_event = cast("Callable[[], torch.cuda.Event]", torch.cuda.Event)
@@ -109,16 +111,19 @@ class InputBatch:
         self.block_table.invalidate()
         self._steady = None
 
-    def prepare(self, scheduled: Sequence[ScheduledRequest]) -> PreparedBatch:
+    def prepare(self, scheduled: Sequence[ScheduledRequest], has_new_blocks: bool = True) -> PreparedBatch:
         """Fill the buffers for one step, start their upload and describe the batch.
 
         Args:
             scheduled: requests with the number of tokens each computes, decodes first; no more
                 requests and tokens than the buffers hold. The same list means the same requests
                 and numbers.
+            has_new_blocks: False: where the list is the same, so are the requests' blocks.
         """
-        if self._steady is not None and self._steady.continues(scheduled):
-            return self._advance(self._steady)
+        steady = self._steady
+        if self._is_started and steady is not None and steady.scheduled is scheduled:
+            return self._advance(steady, has_new_blocks)
+        self._is_started = False
         rows = self._gather_rows(scheduled)
         if self.decode_len > 1:
             self._write_drafts(scheduled, rows)
@@ -131,24 +136,30 @@ class InputBatch:
             )
         return batch
 
-    def _advance(self, steady: SteadyDecodes) -> PreparedBatch:
+    def _advance(self, steady: SteadyDecodes, has_new_blocks: bool) -> PreparedBatch:
+        self._is_started = False
+        if self._has_advanced and not has_new_blocks:
+            return steady.advance()
         assert self._last_ids is not None
         if self._uploaded is not None:
             self._uploaded.synchronize()
-        batch = steady.advance(self._last_ids, self._has_fed)
+        batch = steady.fill(self._last_ids, self._has_advanced, has_new_blocks)
         if self._uploaded is not None:
             self._uploaded.record()
         return batch
 
-    def started(self, ids_N: Tensor, has_fed: bool = False) -> None:
+    def started(self, ids_N: Tensor, has_advanced: bool = False) -> None:
         """Say where the device will have the tokens of the batch prepared last.
 
         Args:
             ids_N: int64 [N].
-            has_fed: whether the step, one of decodes, puts them in its input ids as well.
+            has_advanced: whether the step, one of decodes, makes the batch the next one of the same requests:
+                see `advance_decodes`.
         """
-        self._last_ids, self._has_fed = ids_N, has_fed
-        self._logits_row_H[self._wanted_homes_N] = self._iota_T[: len(self._wanted_homes_N)]
+        self._last_ids, self._has_advanced, self._is_started = ids_N, has_advanced, True
+        if self._wanted_homes_N is not None:
+            self._logits_row_H[self._wanted_homes_N] = self._iota_T[: len(self._wanted_homes_N)]
+            self._wanted_homes_N = None
 
     def padding(self, num_tokens: int, query_len: int = 1) -> PreparedBatch:
         """A batch of padding, requests of `query_len` tokens, which writes nothing to the cache."""

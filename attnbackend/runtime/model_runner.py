@@ -38,6 +38,7 @@ from attnbackend.kv_cache import (
 from attnbackend.layers.paged import BoundLayer
 from attnbackend.metadata import AttentionMetadataBuilder, BatchLimits, CommonAttentionMetadata
 from attnbackend.platforms import free_memory
+from attnbackend.runtime.advance_decodes import advance_decodes
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.sampler import take_largest
 from attnbackend.runtime.served_model import AttentionLayer, ServedModel
@@ -142,8 +143,8 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.greedy: TokenMemory | None = None
         """Where the last step's graph left each row's greedy choice; None: it ran from none that does."""
-        self.has_fed = False
-        """Whether the graph left them in the input ids as well."""
+        self.has_advanced = False
+        """Whether the graph made the batch the next one as well, see `advance_decodes`."""
         self._greedy: TokenMemory | None = None
         self._planned = _event(self.device)
         model.bind(self._bound_layers())
@@ -212,12 +213,12 @@ class ModelRunner:
 
     def execute(self, batch: PreparedBatch) -> Tensor:
         """One step; see the engine's runner protocol."""
-        self.greedy, self.has_fed = None, False
+        self.greedy, self.has_advanced = None, False
         logits = None if self.graphs is None else self.graphs.run(batch)
         if logits is not None:
             key = self.graphs.ran  # type: ignore[union-attr]
             self.greedy = self._greedy if key.mode is CUDAGraphMode.FULL else None
-            self.has_fed = self.greedy is not None and key.descriptor.uniform and self.num_drafts == 0
+            self.has_advanced = self.greedy is not None and key.descriptor.uniform and self.num_drafts == 0
             return logits
         decode_only = self._has_latents and batch.max_query_len <= 1
         inputs = inputs_of(batch, batch.num_tokens, len(batch.seq_lens), batch.num_sampled, decode_only)
@@ -228,18 +229,18 @@ class ModelRunner:
         with self._running(context):
             return self.model.forward(*inputs)
 
-    def _forward_and_choose(self, inputs: StepInputs, context: ForwardContext, feeds: bool) -> Tensor:
+    def _forward_and_choose(self, inputs: StepInputs, context: ForwardContext, advances: bool) -> Tensor:
         """The logits, with the greedy choice of each row in memory that stays where it is.
 
-        With ``feeds`` it goes to the input ids too, where the next step of the same requests finds it.
+        With ``advances`` the inputs become those of the next step of the same requests.
         """
         logits_NV = self._forward(inputs, context)
         if self._greedy is None:
             rows = self.options.max_num_seqs * (1 + self.num_drafts)
             self._greedy = TokenMemory.on(self.device, rows, logits_NV.dtype)
         chosen = take_largest(logits_NV, self._greedy.leading(len(logits_NV)))
-        if feeds:
-            inputs.input_ids.copy_(chosen.ids)
+        if advances:
+            advance_decodes(chosen.ids, inputs, self.block_size)
         return logits_NV
 
     @contextmanager
@@ -264,8 +265,8 @@ class ModelRunner:
         plans = {f"plan {group} of {name}": plan for (group, name), plan in context.plans.items()}
         lasts = not any(builder.plans_each_replay(longest) for builder in self._builders)
         tensors = {**inputs.named(), **dict(plan_tensors(plans, ""))}
-        feeds = key.descriptor.uniform and self.num_drafts == 0
-        work = partial(self._forward_and_choose, inputs, context, feeds)
+        advances = key.descriptor.uniform and self.num_drafts == 0
+        work = partial(self._forward_and_choose, inputs, context, advances)
         return PreparedStep(tensors, work, partial(self._running, context), lasts)
 
     def _step_in_pieces(self, inputs: StepInputs, common: CommonAttentionMetadata) -> PreparedStep:

@@ -19,7 +19,7 @@ class ModelRunner(Protocol):
     token ids that prompts may not hold to what the model calls them. ``num_drafts``, where there is one, says
     how many speculative tokens a decode the runner's plans and graphs have room for. ``greedy``,
     where it is not None after a step, is a `TokenMemory` with the greedy choice of each row of its logits;
-    ``has_fed`` says that the step has put them in the batch's input ids, too.
+    ``has_advanced`` says that the step has made the batch's tensors those of the next step of its requests.
 
     Attributes:
         vocab_size: token ids are 0 .. vocab_size-1.

@@ -87,6 +87,8 @@ class Request:
         drafts: guesses of the tokens that follow, for the step at hand.
         num_proposed: leading drafts that are more than a filling.
         accept: takes each sampled token; what the caller gets for it.
+        special_ids: sampled tokens that are more than one token more: they end the request.
+        plain_len: tokens up to which any other is nothing but one more.
     """
 
     request_id: str
@@ -104,6 +106,8 @@ class Request:
     drafts: list[int] = field(default_factory=list)
     num_proposed: int = 0
     accept: Callable[[int], StepOutput] | None = None
+    special_ids: frozenset[int] = frozenset()
+    plain_len: int = 0
 
     @property
     def num_tokens(self) -> int:

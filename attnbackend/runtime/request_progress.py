@@ -15,27 +15,27 @@ class RequestProgress:
     Of several reasons in one step "stop" wins over "length".
 
     Args:
-        request: its `token_ids` are extended here.
+        request: its `token_ids` are extended here; it is told what takes its tokens, and which are plain.
         stop_ids: end-of-sequence and stop token ids that hold for it.
         stream: its text, None without a tokenizer.
     """
 
-    __slots__ = ("_full_len", "_plain_len", "_special_ids", "_stop_ids", "_stream", "request")
+    __slots__ = ("_full_len", "_stop_ids", "_stream", "request")
 
     def __init__(self, request: Request, stop_ids: frozenset[int], stream: TextStream | None) -> None:
         self.request = request
         self._stop_ids = stop_ids
         self._stream = stream
         self._full_len = request.prompt_len + request.params.max_tokens
-        self._special_ids = stop_ids.union((INVALID_TOKEN,))
-        self._plain_len = self._full_len - 1 if stream is None else 0
-        """Where a token is nothing but one more, if it is no special one."""
+        request.special_ids = stop_ids.union((INVALID_TOKEN,))
+        request.plain_len = self._full_len - 1 if stream is None else 0
+        request.accept = self.accept
 
     def accept(self, token_id: int) -> StepOutput:
         """Add a sampled token; the output says whether the request has ended with it."""
         request = self.request
         token_ids = request.token_ids
-        if token_id not in self._special_ids and len(token_ids) < self._plain_len:
+        if token_id not in request.special_ids and len(token_ids) < request.plain_len:
             token_ids.append(token_id)
             # Twice as fast as the class's own `__new__`, for every token of every request.
             return tuple.__new__(StepOutput, (request.request_id, [token_id], "", None, None))

@@ -87,12 +87,6 @@ class RequestTable:
             self._num_blocks_H[homes_R] = total_R
         return changed
 
-    def set_block(self, home: int, column: int, block_id: int) -> None:
-        """Write one block of a row, the next or one that it has."""
-        self.blocks_HW[home, column] = block_id
-        if self._num_blocks_H[home] == column:
-            self._num_blocks_H[home] = column + 1
-
     def _home(self, request: Request) -> int:
         home = self._homes.get(request.request_id)
         if home is None:

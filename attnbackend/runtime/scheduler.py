@@ -14,6 +14,7 @@ from itertools import count
 from typing import NamedTuple
 
 from attnbackend.runtime.block_allocator import BlockAllocator
+from attnbackend.runtime.lockstep import Lockstep
 from attnbackend.runtime.request import Request, RequestStatus
 
 
@@ -42,6 +43,10 @@ class Schedule:
     scheduled: Sequence[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     budget: int = 0
+    lockstep: Lockstep | None = None
+    """Where the step repeats those before it: what it changes in the requests is known there alone."""
+    has_new_blocks: bool = False
+    """Whether requests of such a step have got blocks."""
 
     def take(self, request: Request, num_tokens: int) -> None:
         """Add a request to the step."""
@@ -87,6 +92,8 @@ class Scheduler:
         self._arrivals = count()
         self._steady: Sequence[ScheduledRequest] | None = None
         """The last step, where it was all that runs, decoding, and nothing has come or gone since."""
+        self.lockstep: Lockstep | None = None
+        """Of the steps since, if there are any."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -110,8 +117,16 @@ class Scheduler:
         self._admit(step)
         return step
 
+    def settle(self) -> None:
+        """Bring the requests up to date; before, those in lockstep are as they were some steps ago."""
+        if self.lockstep is not None:
+            self.lockstep.settle()
+
     def commit(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Record that the step has been started: its tokens will be in the cache."""
+        if self.lockstep is not None and self.lockstep.scheduled is scheduled:
+            self.lockstep.start()
+            return
         for request, num_tokens in scheduled:
             request.num_computed += num_tokens
 
@@ -127,25 +142,34 @@ class Scheduler:
         """Take the last step again, if nothing has changed but the lengths."""
         if self._steady is None:
             return False
-        new_len = self.decode_len
-        at_limit = [r for r, _ in self._steady if r.num_computed + new_len > r.limit]
-        if at_limit and not self._grow_all(at_limit):
-            self._steady = None
+        if self.lockstep is None:
+            self.lockstep = Lockstep(self._steady)
+        if not self.lockstep.room:
+            step.has_new_blocks = self._make_room(self.lockstep)
+        if not self.lockstep.room:
+            self._end_lockstep()
             return False
-        step.scheduled = self._steady
-        step.budget -= new_len * len(self._steady)
+        step.scheduled, step.lockstep = self._steady, self.lockstep
+        step.budget -= len(self._steady)
         return True
 
-    def _grow_all(self, requests: list[Request]) -> bool:
-        """Give each a block or more; False, and nothing done, if one is at its end or there are too few."""
+    def _make_room(self, lockstep: Lockstep) -> bool:
+        """Count the steps that all can make, with new blocks if need be; whether there are new ones."""
+        lockstep.settle()
+        requests = lockstep.requests
         if any(r.num_computed >= r.max_computed for r in requests):
             return False
-        missing = list(map(self._missing_blocks, requests))
-        if sum(missing) > self.allocator.num_free:
+        # One upload for all that soon need a block, where they take none from others.
+        needed = [max(0, self._missing_blocks(r, self.block_size)) for r in requests]
+        if sum(needed) > self.allocator.num_free // 2:
+            needed = [self._missing_blocks(r) for r in requests]
+        if sum(needed) > self.allocator.num_free:
             return False
-        for request, num_blocks in zip(requests, missing, strict=True):
-            self._give_blocks(request, num_blocks)
-        return True
+        for request, num_blocks in zip(requests, needed, strict=True):
+            if num_blocks:
+                self._give_blocks(request, num_blocks)
+        lockstep.room = min(r.limit - r.num_computed for r in requests)
+        return any(needed)
 
     def _schedule_decodes(self, step: Schedule) -> None:
         decodes = [r for r in self.running if r.is_decoding]
@@ -155,7 +179,7 @@ class Scheduler:
             # An older decode may have preempted this one a moment ago.
             if request.status is RequestStatus.RUNNING and self._can_go_on(request, step):
                 step.take(request, self.decode_len)
-        if len(step.scheduled) == len(self.running):
+        if step.scheduled and len(step.scheduled) == len(self.running) and self.decode_len == 1:
             self._steady = step.scheduled
 
     def _schedule_prefills(self, step: Schedule) -> None:
@@ -179,12 +203,14 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             self.running.append(request)
             if step.scheduled is self._steady:
-                step.scheduled, self._steady = list(step.scheduled), None
+                step.scheduled, step.lockstep = list(step.scheduled), None
+                self._end_lockstep()
             step.take(request, min(request.num_uncomputed, step.budget))
 
-    def _missing_blocks(self, request: Request) -> int:
-        """Blocks that the request's next decode needs and has not."""
-        needed = blocks_for(request.num_computed + self.decode_len, self.block_size)
+    def _missing_blocks(self, request: Request, num_decodes: int = 1) -> int:
+        """Blocks that the request's next decodes, as far as it makes any, need and it has not."""
+        tokens = request.num_computed + num_decodes * self.decode_len
+        needed = blocks_for(min(tokens, request.max_computed + self.decode_len - 1), self.block_size)
         return max(0, needed - len(request.block_ids))
 
     def _give_blocks(self, request: Request, count: int) -> None:
@@ -217,8 +243,12 @@ class Scheduler:
         request.num_computed = 0
         self.waiting.appendleft(request)
 
+    def _end_lockstep(self) -> None:
+        self.settle()
+        self._steady = self.lockstep = None
+
     def _release(self, request: Request, status: RequestStatus) -> None:
+        self._end_lockstep()
         self.allocator.free(request.block_ids)
         request.block_ids = []
         request.status = status
-        self._steady = None

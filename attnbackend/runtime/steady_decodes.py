@@ -1,39 +1,27 @@
 """The next step of requests that all decode, made from the one before: everything is one further.
 
-Shape suffixes: R rows of the batch, each with one token, E those among them that enter a block.
+Shape suffixes: R rows of the batch, each with one token, W width of the block table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from attnbackend.runtime.arrays import IntArray
 from attnbackend.runtime.batch_buffers import BlockTableBuffer, StepBuffers
 from attnbackend.runtime.prepared_batch import PreparedBatch
-from attnbackend.runtime.request import Request
 from attnbackend.runtime.request_table import RequestTable
 from attnbackend.runtime.sampler import SamplingPlan
 from attnbackend.runtime.scheduler import ScheduledRequest
 
 
-class _Row(NamedTuple):
-    """A request's place in the batch and in the `RequestTable`."""
-
-    row: int
-    home: int
-    start: int
-    """Its position in the first of the steps."""
-    request: Request
-
-
 class SteadyDecodes:
     """What the buffers hold, of which only lengths and places change from step to step.
 
-    The tokens are those that the step before sampled, row by row, so none need be known to the host. A step
-    follows a wait, when little of the code that arrays need is in a near cache: it does with few of them.
+    The tokens are those that the step before sampled, row by row, so none need be known to the host.
 
     Args:
         scheduled: the requests of `batch`, each of which decodes one token.
@@ -47,40 +35,36 @@ class SteadyDecodes:
         self, scheduled: Sequence[ScheduledRequest], batch: PreparedBatch, homes_R: IntArray,
         buffers: StepBuffers, block_table: BlockTableBuffer, table: RequestTable, block_size: int,
     ) -> None:  # fmt: skip
-        self._scheduled, self._batch, self._homes_R = scheduled, batch, homes_R
-        self._num_computed = scheduled[0].request.num_computed
+        self.scheduled = scheduled
+        self._batch, self._homes_R = batch, homes_R
         self._buffers, self._block_table, self._table = buffers, block_table, table
         self._block_size = block_size
         arrays, num_reqs = buffers.keep(), len(homes_R)
         self._positions_R, self._slots_R, self._seq_lens_R = (
             arrays[name][:num_reqs] for name in ("positions", "slot_mapping", "seq_lens")
         )
+        self._first_R: IntArray = self._positions_R.copy()
         self._input_ids_R = batch.input_ids[:num_reqs]
         self._num_steps = 0
-        self._entering: dict[int, list[_Row]] = {}
-        """The rows that enter a block after so many steps, modulo its size."""
-        places = zip(homes_R.tolist(), self._positions_R.tolist(), scheduled, strict=True)
-        for row, (home, start, (request, _)) in enumerate(places):
-            self._entering.setdefault(-start % block_size, []).append(_Row(row, home, start, request))
 
-    def continues(self, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Whether this is the next step: the same requests, and the step before was started."""
-        return scheduled is self._scheduled and scheduled[0].request.num_computed == self._num_computed + 1
+    def advance(self) -> PreparedBatch:
+        """The next step, which the step before has left in the device's buffers: see `advance_decodes`."""
+        self._num_steps += 1
+        return self._batch.advanced(self._num_steps, None)
 
-    def advance(self, last_ids_R: Tensor, are_fed: bool) -> PreparedBatch:
+    def fill(self, last_ids_R: Tensor, are_fed: bool, has_new_blocks: bool) -> PreparedBatch:
         """Fill the buffers for the next step and start their upload.
 
         Args:
             last_ids_R: the tokens of the step before, on the device.
             are_fed: whether they are in the input ids already.
+            has_new_blocks: whether any request has.
         """
-        self._num_computed += 1
         self._num_steps += 1
-        self._positions_R += 1
-        self._slots_R += 1
-        self._seq_lens_R += 1
-        if entering := self._entering.get(self._num_steps % self._block_size):
-            self._enter_blocks(entering)
+        if has_new_blocks:
+            appended = self._table.sync_blocks(self._homes_R, self.scheduled)
+            self._block_table.update(self._table.blocks_HW, self._homes_R, appended)
+        self._write_places()
         are_fed &= not self._buffers.restore()
         sampling = self._fill_sampling()
         self._buffers.upload(len(self._homes_R))
@@ -88,15 +72,12 @@ class SteadyDecodes:
             self._input_ids_R.copy_(last_ids_R)
         return self._batch.advanced(self._num_steps, sampling)
 
-    def _enter_blocks(self, rows: list[_Row]) -> None:
-        """These rows go on in another block, which the scheduler has given them."""
-        for row, home, start, request in rows:
-            column = (start + self._num_steps) // self._block_size
-            block = request.block_ids[column]
-            self._slots_R[row] = block * self._block_size
-            self._table.set_block(home, column, block)
-            self._block_table.rows[row, column] = block
-        self._block_table.upload(rows[0].row, rows[-1].row)
+    def _write_places(self) -> None:
+        positions_R = self._first_R + self._num_steps
+        blocks_R = self._table.blocks_HW[self._homes_R, positions_R // self._block_size].astype(np.int64)
+        self._positions_R[:] = positions_R
+        self._slots_R[:] = blocks_R * self._block_size + positions_R % self._block_size
+        self._seq_lens_R[:] = positions_R + 1
 
     def _fill_sampling(self) -> SamplingPlan | None:
         if self._batch.sampling is None:

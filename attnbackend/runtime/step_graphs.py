@@ -32,7 +32,7 @@ from attnbackend.cudagraph import (
 )
 from attnbackend.cudagraph.capture_report import captures, with_progress
 from attnbackend.layers.paged import BatchTensors, DecodeTensors
-from attnbackend.runtime.graph_debug import checked_replay
+from attnbackend.runtime.graph_debug import checked_replay, keep_inputs
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.types import Reason
 
@@ -207,9 +207,9 @@ class StepGraphs:
             return None
         assert key.descriptor.num_tokens == batch.num_padded_tokens, (key, batch.num_padded_tokens)
         if key not in self.steps:
-            ids_T = batch.input_ids.clone()  # Work may put the next step's there.
+            put_back = keep_inputs(batch)
             self._capture(key, batch)
-            batch.input_ids.copy_(ids_T)
+            put_back()
         if self._debug:
             return checked_replay(self.steps, key, batch, partial(self._prepared, key, batch))
         step = self._step_for(key, batch)
