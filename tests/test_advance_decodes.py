@@ -41,7 +41,7 @@ def test_real_rows_move_on_by_one_token_and_padding_stays(kind: str, rows: int) 
     # The last position of the table too, behind which there is no block.
     positions_R = torch.randint(0, BLOCK * WIDTH, (count,), generator=generator)
     positions_R[0] = BLOCK * WIDTH - 1
-    table_RW = torch.randint(1, 99, (2 * count, WIDTH), generator=generator, dtype=torch.int32)[::2]
+    table_RW = torch.randint(1, 99, (count, WIDTH), generator=generator, dtype=torch.int32)
     lens_R = (positions_R + 1).int()
     lens_R[rows:] = 0
     ids_R = torch.randint(0, 1000, (count,), generator=generator)
