@@ -13,19 +13,18 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import torch
-
 from attnbackend import Engine
 from attnbackend.cudagraph.graphs import CapturedGraph
+from attnbackend.runtime import EngineCore
 from attnbackend.runtime.input_batch import InputBatch
 from attnbackend.runtime.model_runner import ModelRunner
 from attnbackend.runtime.request import StepOutput
 from attnbackend.runtime.scheduler import Scheduler
-from attnbackend.runtime.started_step import SampledTokens
+from attnbackend.runtime.started_step import SampledTokens, StartedStep
 
 __all__ = ["HostStages", "host_stages"]
 
-_LAUNCH, _WAIT, _REST = "launch of the graph", "waiting for the device", "tokens and outputs"
+_LAUNCH, _WAIT, _REST = "launch of the graph", "waiting for the device", "the rest"
 
 
 @dataclass
@@ -66,12 +65,13 @@ class HostStages:
 
 
 _EDGES: list[tuple[Any, str, str]] = [
-    (CapturedGraph, "replay", _LAUNCH), (torch.cuda.Event, "synchronize", _WAIT),
+    (CapturedGraph, "replay", _LAUNCH), (StartedStep, "wait", _WAIT),
 ]  # fmt: skip
 _PARTS: list[tuple[Any, str, str]] = [
     (Scheduler, "schedule", "schedule"), (InputBatch, "prepare", "input batch"),
     (ModelRunner, "_context", "plans"), (ModelRunner, "execute", "checks of the replay"),
-    (SampledTokens, "sample", "sampling"),
+    (SampledTokens, "sample", "sampling"), (SampledTokens, "start", "copy of the tokens"),
+    (EngineCore, "_take_in", "outputs"),
 ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from runtime_toys import (
 from torch import Tensor
 
 from attnbackend import registry_scope
-from attnbackend.cudagraph import RecordedGraphs
+from attnbackend.cudagraph import Dispatch, PreparedStep, RecordedGraphs
 from attnbackend.registry import register_backend
 from attnbackend.runtime import (
     EngineCore,
@@ -255,16 +255,18 @@ def test_a_step_that_fails_behind_its_graph_is_repeated_with_the_tokens_before_i
         )  # fmt: skip
         prompts = [[3, 4, 5], [6, 7]]
         expected = [o.token_ids for o in graph_engine(runner, ahead).generate(prompts, GREEDY)]
-        execute, calls = runner.execute, 0
+        assert runner.graphs is not None
+        steps, calls = runner.graphs.steps, 0
+        replay = steps.replay
 
-        def failing(batch: PreparedBatch) -> Tensor:
+        def failing(key: Dispatch, step: PreparedStep) -> Tensor:
             nonlocal calls
-            logits, calls = execute(batch), calls + 1
+            logits, calls = replay(key, step), calls + 1
             if calls in (2, 4, 5, 8):
                 raise RuntimeError("behind the graph")
             return logits
 
-        runner.execute = failing  # type: ignore[method-assign]
+        steps.replay = failing  # type: ignore[method-assign,assignment]
         engine = graph_engine(runner, ahead)
         ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
         finished, failures = {}, 0
@@ -275,7 +277,6 @@ def test_a_step_that_fails_behind_its_graph_is_repeated_with_the_tokens_before_i
                 failures += 1
     assert failures == 4
     assert [finished[i] for i in ids] == expected
-    assert runner.graphs is not None
     assert runner.graphs.stats()["decode"] > 8
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -95,6 +95,12 @@ def _device_fields(kind: Any) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind) if not f.name.endswith("_cpu") and f.name != "is_prefilling")
 
 
+class _Looked(NamedTuple):
+    name: str
+    get: Callable[[], Tensor | None]
+    record: TensorRecord
+
+
 class LongLivedTensors:
     """Weights and caches: too many to look at in a step, so each replay looks at some of them in turn.
 
@@ -103,20 +109,21 @@ class LongLivedTensors:
     """
 
     def __init__(self, named: Mapping[str, Callable[[], Tensor | None]]) -> None:
-        self._named = dict(named)
-        self._records = {name: TensorRecord.of(x) for name, get in named.items() if (x := get()) is not None}
-        self._turn = cycle(self._records.items())
+        now = [(name, get, get()) for name, get in named.items()]
+        self._records = [_Looked(name, get, TensorRecord.of(x)) for name, get, x in now if x is not None]
+        self._turn = cycle(self._records)
 
     def check_some(self, graph: object) -> None:
         """As `check_unmoved`, for the next few; after enough calls, for all."""
         self._check(graph, islice(self._turn, min(_LOOKED_AT_EACH_TIME, len(self._records))))
 
     def check_all(self, graph: object) -> None:
-        self._check(graph, self._records.items())
+        self._check(graph, self._records)
 
-    def _check(self, graph: object, records: Iterable[tuple[str, TensorRecord]]) -> None:
-        for name, record in records:
-            if (difference := record.difference(self._named[name]())) is not None:
+    def _check(self, graph: object, records: Iterable[_Looked]) -> None:
+        for name, get, record in records:
+            now = get()
+            if now is not record.tensor and (difference := record.difference(now)) is not None:
                 raise RuntimeError(
                     f"the graph of {graph} cannot be replayed: {name} {difference}. Weights and caches are "
                     "written in place while an engine serves, or a new engine is made"
@@ -135,4 +142,4 @@ def module_tensors(module: nn.Module) -> dict[str, Callable[[], Tensor | None]]:
 
 
 def _getter(store: Mapping[str, Tensor | None], name: str) -> Callable[[], Tensor | None]:
-    return lambda: store.get(name)
+    return partial(store.get, name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from attnbackend.runtime.admission import AdmissionRules, Prompt
 from attnbackend.runtime.block_allocator import BlockAllocator
 from attnbackend.runtime.detokenizer import IncrementalDetokenizer, Tokenizer
 from attnbackend.runtime.input_batch import InputBatch
+from attnbackend.runtime.lockstep import Lockstep
 from attnbackend.runtime.model_runner_protocol import ModelRunner
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.request import Request, RequestOutput, RequestStatus, StepOutput
@@ -19,10 +21,18 @@ from attnbackend.runtime.request_progress import RequestProgress
 from attnbackend.runtime.sampling_params import SamplingParams
 from attnbackend.runtime.scheduler import Schedule, ScheduledRequest, Scheduler
 from attnbackend.runtime.speculation import NgramProposer, drafts_of
-from attnbackend.runtime.started_step import SampledTokens, StartedStep
+from attnbackend.runtime.started_step import SampledTokens, StartedStep, TokenMemory
 from attnbackend.runtime.text_stream import TextStream
 
 ParamsForPrompts = SamplingParams | Sequence[SamplingParams] | None
+
+
+class _Repeatable(NamedTuple):
+    """The last step, where the next is made by starting it again."""
+
+    lockstep: Lockstep
+    repeat: Callable[[], bool]
+    memory: TokenMemory
 
 
 class EngineCore:
@@ -108,6 +118,7 @@ class EngineCore:
         self._undelivered: list[StepOutput] = []
         self._num_added = 0
         self._num_steps = 0
+        self._repeatable: _Repeatable | None = None
 
     def add_request(
         self,
@@ -284,6 +295,11 @@ class EngineCore:
 
     def _start_step(self) -> StartedStep | None:
         """The step that the device now runs; None where every request waits for a token of the one before."""
+        repeatable = self._repeatable
+        if repeatable is not None and self.scheduler.repeats(repeatable.lockstep):
+            started = self._repeat(repeatable)
+            if started is not None:
+                return started
         step = self.scheduler.schedule()
         for request in step.preempted:
             self.input_batch.remove(request.request_id)
@@ -294,17 +310,34 @@ class EngineCore:
             _propose(self.proposer, step.scheduled)
         return self._run(step)
 
+    def _repeat(self, repeatable: _Repeatable) -> StartedStep | None:
+        """Start the last step again, on the batch that it made; None where the runner has run another since.
+
+        It follows a wait, when little of the code and the data that a step needs is in a near cache: so it
+        goes by none that it can do without.
+        """
+        try:
+            if not repeatable.repeat():
+                return None
+            started = self._sampled.start(repeatable.memory, repeatable.lockstep.requests)
+        except BaseException:
+            self._undo_tokens()
+            raise
+        self._num_steps += 1
+        self.input_batch.repeated()
+        repeatable.lockstep.start()
+        return started
+
     def _run(self, step: Schedule) -> StartedStep:
         """Start a step on the device; nothing has advanced if this raises."""
-        scheduled, lockstep = step.scheduled, step.lockstep
+        scheduled, lockstep, self._repeatable = step.scheduled, step.lockstep, None
         batch = self.input_batch.prepare(scheduled, step.has_new_blocks)
         try:
             logits = self.runner.execute(batch)
             self._num_steps += 1
             self._check_logits(logits, batch)
-            requests = (
-                lockstep.requests if lockstep else [scheduled[row].request for row in batch.sampled_rows]
-            )
+            rows = batch.sampled_rows
+            requests = lockstep.requests if lockstep else [scheduled[row].request for row in rows]
             greedy = getattr(self.runner, "greedy", None)
             started = self._sampled.sample(logits, batch.sampling, requests, greedy)
         except BaseException:
@@ -313,12 +346,15 @@ class EngineCore:
         has_advanced = batch.sampling is None and getattr(self.runner, "has_advanced", False)
         self.input_batch.started(started.ids, has_advanced)
         self.scheduler.commit(scheduled)
+        if lockstep and has_advanced and (repeat := getattr(self.runner, "repeat", None)):
+            self._repeatable = _Repeatable(lockstep, repeat, started.memory)
         for request in () if lockstep else started.requests:
             request.num_pending += 1
         return started
 
     def _undo_tokens(self) -> None:
         """After a step that failed: the tokens that it was to read are those of the step before again."""
+        self._repeatable = None
         self.scheduler.settle()
         self.input_batch.invalidate()
         if self._in_flight:

@@ -161,6 +161,11 @@ class InputBatch:
             self._logits_row_H[self._wanted_homes_N] = self._iota_T[: len(self._wanted_homes_N)]
             self._wanted_homes_N = None
 
+    def repeated(self) -> None:
+        """Say that the batch prepared last was started again, as it had advanced itself."""
+        assert self._steady is not None
+        self._steady.num_steps += 1
+
     def padding(self, num_tokens: int, query_len: int = 1) -> PreparedBatch:
         """A batch of padding, requests of `query_len` tokens, which writes nothing to the cache."""
         batch = self._fill(self._gather_rows([]), num_tokens, query_len)

@@ -49,6 +49,8 @@ from attnbackend.types import AttentionType
 
 __all__ = ["LayerGroup", "ModelRunner", "RunnerOptions", "build_runner"]
 
+_TUNED_TOKENS = 4000
+"""Inductor lays kernels out, and tunes them, for the tokens of the first call. It is no size of a model."""
 _MEMORY_SHARE = {"cuda": 0.9, "cpu": 0.25}
 """Share of the free memory that the cache may take where ``num_blocks`` is left open."""
 
@@ -175,12 +177,12 @@ class ModelRunner:
 
         Latent attention has a graph of its own for many tokens of as many requests.
         """
-        most = min(2, self.options.max_num_batched_tokens)
+        most = self.options.max_num_batched_tokens
         with no_duck_shapes():
-            for tokens in (most, 1):
+            for tokens in (min(_TUNED_TOKENS if self.device.type == "cuda" else 2, most), 1):
                 self.execute(self._padding_batch(tokens))
             if self._has_latents and self.options.max_num_seqs > 1:
-                self.execute(self._padding_batch(most, num_reqs=most))
+                self.execute(self._padding_batch(min(2, most), num_reqs=min(2, most)))
 
     def _padding_batch(self, tokens: int, num_reqs: int = 1) -> PreparedBatch:
         """Requests of ``tokens`` tokens together that have no place in the cache: nothing is written."""
@@ -224,6 +226,11 @@ class ModelRunner:
         inputs = inputs_of(batch, batch.num_tokens, len(batch.seq_lens), batch.num_sampled, decode_only)
         common = self._builder_input(batch, inputs, batch.num_tokens, batch.max_query_len)
         return self._forward(inputs, self._context(common))
+
+    @property
+    def repeat(self) -> Callable[[], bool] | None:
+        """Runs the step after the last one, whose graph has made its batch; see the engine's protocol."""
+        return self.graphs.repeat if self.graphs is not None and self.has_advanced else None
 
     def _forward(self, inputs: StepInputs, context: ForwardContext) -> Tensor:
         with self._running(context):

@@ -20,6 +20,8 @@ class ModelRunner(Protocol):
     how many speculative tokens a decode the runner's plans and graphs have room for. ``greedy``,
     where it is not None after a step, is a `TokenMemory` with the greedy choice of each row of its logits;
     ``has_advanced`` says that the step has made the batch's tensors those of the next step of its requests.
+    ``repeat``, where it is not None then, runs that next step as `execute` would; it gives False, and does
+    nothing, if another step has run since.
 
     Attributes:
         vocab_size: token ids are 0 .. vocab_size-1.

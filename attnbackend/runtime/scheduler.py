@@ -117,6 +117,10 @@ class Scheduler:
         self._admit(step)
         return step
 
+    def repeats(self, lockstep: Lockstep) -> bool:
+        """Whether the next step is sure to be one more of these."""
+        return lockstep is self.lockstep and lockstep.room > 0 and not self.waiting
+
     def settle(self) -> None:
         """Bring the requests up to date; before, those in lockstep are as they were some steps ago."""
         if self.lockstep is not None:

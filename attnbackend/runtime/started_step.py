@@ -60,7 +60,8 @@ class _Slot:
         device, split = like.packed.device, 8 * like.rows
         self.rows, self.dtype = like.rows, like.dtype
         self.packed = host_zeros(tuple(like.packed.shape), torch.uint8, device)
-        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+        # Not `torch.cuda.Event`, which looks for the stream in Python.
+        self.copied = torch.Event(device) if device.type == "cuda" else None
         # Python's own views: torch's code is seldom in a near cache after a wait, and slow then.
         view, (kind, self._exponent) = self.packed.numpy().data, _BITS[like.dtype]
         self._ids, self._largest = view[:split].cast("q"), view[split:].cast(kind)
@@ -113,6 +114,10 @@ class SampledTokens:
             sample(logits_NV, plan, out=memory.leading(count))
         elif plan is not None:
             sample_rows(logits_NV, plan, memory.leading(count))
+        return self.start(memory, requests)
+
+    def start(self, memory: TokenMemory, requests: Sequence[Request]) -> StartedStep:
+        """Starts the copy of the requests' tokens, which the device leaves in this memory, to the host."""
         slot = self._slots[0]
         if slot is None or not slot.fits(memory):
             slot = _Slot(memory)
@@ -138,13 +143,13 @@ class StartedStep:
     def __init__(self, requests: Sequence[Request], slot: _Slot, memory: TokenMemory) -> None:
         self.requests = requests
         self._copied = slot.copied
-        self._slot, self._memory = slot, memory
+        self._slot, self.memory = slot, memory
         self.ids = memory.leading(len(requests)).ids
         """int64 [N], the tokens on the device, each inside the vocabulary."""
 
     def put_back(self) -> None:
         """Copy the tokens to the device again, where a step that failed may have written others."""
-        self._memory.packed.copy_(self._slot.packed, non_blocking=True)
+        self.memory.packed.copy_(self._slot.packed, non_blocking=True)
 
     def rows_of_requests(self) -> Iterator[tuple[Request, int, int]]:
         """Each request once, with its rows from the first to behind the last."""

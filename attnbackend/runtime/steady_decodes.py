@@ -45,12 +45,13 @@ class SteadyDecodes:
         )
         self._first_R: IntArray = self._positions_R.copy()
         self._input_ids_R = batch.input_ids[:num_reqs]
-        self._num_steps = 0
+        self.num_steps = 0
+        """Made since `batch`."""
 
     def advance(self) -> PreparedBatch:
         """The next step, which the step before has left in the device's buffers: see `advance_decodes`."""
-        self._num_steps += 1
-        return self._batch.advanced(self._num_steps, None)
+        self.num_steps += 1
+        return self._batch.advanced(self.num_steps, None)
 
     def fill(self, last_ids_R: Tensor, are_fed: bool, has_new_blocks: bool) -> PreparedBatch:
         """Fill the buffers for the next step and start their upload.
@@ -60,7 +61,7 @@ class SteadyDecodes:
             are_fed: whether they are in the input ids already.
             has_new_blocks: whether any request has.
         """
-        self._num_steps += 1
+        self.num_steps += 1
         if has_new_blocks:
             appended = self._table.sync_blocks(self._homes_R, self.scheduled)
             self._block_table.update(self._table.blocks_HW, self._homes_R, appended)
@@ -70,10 +71,10 @@ class SteadyDecodes:
         self._buffers.upload(len(self._homes_R))
         if not are_fed:
             self._input_ids_R.copy_(last_ids_R)
-        return self._batch.advanced(self._num_steps, sampling)
+        return self._batch.advanced(self.num_steps, sampling)
 
     def _write_places(self) -> None:
-        positions_R = self._first_R + self._num_steps
+        positions_R = self._first_R + self.num_steps
         blocks_R = self._table.blocks_HW[self._homes_R, positions_R // self._block_size].astype(np.int64)
         self._positions_R[:] = positions_R
         self._slots_R[:] = blocks_R * self._block_size + positions_R % self._block_size

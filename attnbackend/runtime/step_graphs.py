@@ -217,6 +217,22 @@ class StepGraphs:
         self._last = _LastingStep(batch, key, step, logits) if step.lasts else None
         return logits
 
+    @property
+    def repeat(self) -> Callable[[], bool] | None:
+        """Replays the last step on what its tensors hold then, where it serves any batch in them.
+
+        It gives False, and does nothing, if another step has run since.
+        """
+        return None if self._last is None else partial(self._repeat, self._last)
+
+    def _repeat(self, last: _LastingStep) -> bool:
+        if last is not self._last:
+            return False
+        self._last = None
+        self.steps.replay(last.key, last.step)
+        self._last = last
+        return True
+
     def _prepared(self, key: Dispatch, batch: PreparedBatch) -> PreparedStep:
         return self._prepare(batch, self._inputs_for(key, batch), key, False)
 
