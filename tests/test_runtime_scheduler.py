@@ -195,3 +195,23 @@ def check_random_step(scheduler: Scheduler) -> None:
         room = len(request.block_ids) * scheduler.block_size
         assert request.num_computed + count <= room
     complete(scheduler, step)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "new"),
+    [(40, [[1, 1, 1], [0, 0, 0], [0, 0, 0]]), (10, [[0, 0, 1], [1, 0, 0], [0, 1, 0]])],
+    ids=["plenty", "few"],
+)
+def test_where_there_are_plenty_all_that_soon_need_a_block_get_one_together(
+    num_blocks: int, new: list[list[int]]
+) -> None:
+    scheduler = make_scheduler(num_blocks=num_blocks, block_size=4, budget=32)
+    requests = [add(scheduler, name, length) for name, length in (("a", 6), ("b", 5), ("c", 7))]
+    run_step(scheduler)
+    run_step(scheduler)
+    for expected in new:
+        held = [len(request.block_ids) for request in requests]
+        step = run_step(scheduler)
+        grown = [len(request.block_ids) - count for request, count in zip(requests, held, strict=True)]
+        assert grown == expected
+        assert step.has_new_blocks == any(grown)
