@@ -324,7 +324,7 @@ def test_a_replaced_weight_is_noticed_within_one_round_of_replays() -> None:
     for _ in range(20):
         replay(steps, tensors)
     model[13].bias = nn.Parameter(torch.zeros(2))
-    one_round = [lambda: replay(steps, tensors)] * -(-40 // 8)
+    one_round = [lambda: replay(steps, tensors)] * -(-40 // 4)
     with pytest.raises(RuntimeError, match=r"13\.bias has address"):
         [replay() for replay in one_round]
 

@@ -22,7 +22,8 @@ from runtime_toys import (
 from torch import Tensor
 
 from attnbackend import registry_scope
-from attnbackend.cudagraph import Dispatch, PreparedStep, RecordedGraphs
+from attnbackend.cudagraph import RecordedGraphs
+from attnbackend.cudagraph.graphs import _RecordedGraph
 from attnbackend.registry import register_backend
 from attnbackend.runtime import (
     EngineCore,
@@ -245,7 +246,9 @@ def test_a_device_that_is_no_cpu_works_ahead_and_a_cpu_does_not() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
-def test_a_step_that_fails_behind_its_graph_is_repeated_with_the_tokens_before_it(ahead: bool) -> None:
+def test_a_step_that_fails_behind_its_graph_is_repeated_with_the_tokens_before_it(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The graph has written its tokens over those of the step before, which the step is to read again."""
     with registry_scope():
         register_backend("HONEST")(HonestBackend)
@@ -255,18 +258,16 @@ def test_a_step_that_fails_behind_its_graph_is_repeated_with_the_tokens_before_i
         )  # fmt: skip
         prompts = [[3, 4, 5], [6, 7]]
         expected = [o.token_ids for o in graph_engine(runner, ahead).generate(prompts, GREEDY)]
-        assert runner.graphs is not None
-        steps, calls = runner.graphs.steps, 0
-        replay = steps.replay
+        replay, calls = _RecordedGraph.replay, 0
 
-        def failing(key: Dispatch, step: PreparedStep) -> Tensor:
+        def failing(graph: _RecordedGraph) -> None:
             nonlocal calls
-            logits, calls = replay(key, step), calls + 1
+            calls += 1
+            replay(graph)
             if calls in (2, 4, 5, 8):
                 raise RuntimeError("behind the graph")
-            return logits
 
-        steps.replay = failing  # type: ignore[method-assign,assignment]
+        monkeypatch.setattr(_RecordedGraph, "replay", failing)
         engine = graph_engine(runner, ahead)
         ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
         finished, failures = {}, 0
@@ -277,7 +278,8 @@ def test_a_step_that_fails_behind_its_graph_is_repeated_with_the_tokens_before_i
                 failures += 1
     assert failures == 4
     assert [finished[i] for i in ids] == expected
-    assert runner.graphs.stats()["decode"] > 8
+    assert runner.graphs is not None
+    assert runner.graphs.stats()["decode"] == 5
 
 
 def graph_engine(runner: Any, ahead: bool) -> EngineCore:

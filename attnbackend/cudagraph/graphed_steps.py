@@ -107,3 +107,15 @@ class GraphedSteps:
             captured.graph.replay()
         captured.num_replays += 1
         return captured.graph.output
+
+    def repeat(self, key: Dispatch) -> Callable[[], None]:
+        """Replays the whole graph of ``key`` for the step that it was replayed for last, which lasts."""
+        captured, descriptor = self._captured[key], key.descriptor
+
+        def run() -> None:
+            self.long_lived.check_some(descriptor)
+            captured.graph.replay()
+            captured.num_replays += 1
+
+        assert captured.checked is not None
+        return run

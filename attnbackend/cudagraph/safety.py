@@ -19,7 +19,7 @@ __all__ = [
     "record_tensors",
 ]
 
-_LOOKED_AT_EACH_TIME = 8
+_LOOKED_AT_EACH_TIME = 4
 """Long-lived tensors checked at a replay, whatever the number of layers."""
 
 

@@ -275,11 +275,14 @@ class EngineCore:
 
     def _compute_step(self) -> list[StepOutput]:
         """Start a step, then take in the tokens of the one before; without working ahead, its own."""
-        outputs = self._take_in_all_but(int(self.is_async))  # None, unless a call was interrupted.
+        behind: list[StepOutput] = []
+        if len(self._in_flight) > self.is_async:  # A call was interrupted.
+            behind = self._take_in_all_but(int(self.is_async))
         started = self._start_step()
         if started is not None:
             self._in_flight.append(started)
-        return outputs + self._take_in_all_but(int(self.is_async and started is not None))
+        outputs = self._take_in_all_but(int(self.is_async and started is not None))
+        return behind + outputs if behind else outputs
 
     def _take_in_all_but(self, count: int) -> list[StepOutput]:
         """The outputs of steps in flight, until so many are left."""

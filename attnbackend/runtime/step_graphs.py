@@ -223,13 +223,14 @@ class StepGraphs:
 
         It gives False, and does nothing, if another step has run since.
         """
-        return None if self._last is None else partial(self._repeat, self._last)
+        last = self._last
+        return None if last is None else partial(self._repeat, last, self.steps.repeat(last.key))
 
-    def _repeat(self, last: _LastingStep) -> bool:
+    def _repeat(self, last: _LastingStep, replay: Callable[[], None]) -> bool:
         if last is not self._last:
             return False
         self._last = None
-        self.steps.replay(last.key, last.step)
+        replay()
         self._last = last
         return True
 
