@@ -26,14 +26,22 @@ def logits_of_all_steps(
         vocab_size: token ids of prompts are below.
     """
     rng, found = random.Random(seed), []
-    execute = engine.runner.execute
+    execute, repeat = engine.runner.execute, engine._repeat
 
     def recorded(batch: Any) -> Tensor:
         logits = execute(batch)
         found.append((tuple(batch.request_ids[row] for row in batch.sampled_rows), logits.clone()))
         return logits
 
+    def repeated(repeatable: Any) -> Any:
+        started = repeat(repeatable)
+        if started is not None:
+            ids = tuple(request.request_id for request in repeatable.lockstep.requests)
+            found.append((ids, engine.runner.graphs._last.logits.clone()))  # type: ignore[attr-defined]
+        return started
+
     engine.runner.execute = recorded  # type: ignore[method-assign]
+    engine._repeat = repeated  # type: ignore[method-assign]
     for step in range(steps):
         if 8 * step < 5 * steps and rng.random() < 0.5:
             prompt = [rng.randrange(3, vocab_size) for _ in range(rng.choice((1, 2, 9, 30)))]

@@ -59,6 +59,7 @@ def serve(engine: Engine, *, long: int = 40, answer: int = 5) -> Served:
     rows: list[Row] = []
     chunks: dict[str, int] = {}
     engine.runner.execute = partial(_record, engine.runner.execute, rows, chunks)  # type: ignore[method-assign]
+    engine.scheduler.repeats = lambda lockstep: False  # type: ignore[method-assign]  # Each step by `execute`.
     token_ids: dict[str, list[int]] = {}
     _add(engine, prompt(9, 1), 2)
     _run(engine, token_ids)

@@ -282,6 +282,42 @@ def test_a_step_that_fails_behind_its_graph_is_repeated_with_the_tokens_before_i
     assert runner.graphs.stats()["decode"] == 5
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
+def test_steps_are_started_again_until_blocks_or_requests_are_new(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the graph made of its batch, and what the host makes of it then, is one and the same."""
+    prompts, repeats = [[3, 4, 5], [6, 7], [9] * 5], 0
+    params = [SamplingParams(max_tokens=most, ignore_eos=True) for most in (40, 33, 21)]
+    repeat = EngineCore._repeat
+
+    def counted(engine: EngineCore, repeatable: Any) -> StartedStep | None:
+        nonlocal repeats
+        repeats += 1
+        return repeat(engine, repeatable)
+
+    with registry_scope():
+        register_backend("HONEST")(HonestBackend)
+        graphs = GraphOptions(library=lambda device: RecordedGraphs())
+        runners = [
+            build_runner(
+                make_model("llama"), num_blocks=90, max_num_seqs=3, max_num_batched_tokens=24, compile=False,
+                backend="HONEST", **options,
+            )
+            for options in ({}, {"graphs": graphs})
+        ]  # fmt: skip
+        expected = [o.token_ids for o in graph_engine(runners[0], False).generate(prompts, params)]
+        monkeypatch.setattr(EngineCore, "_repeat", counted)
+        engine, finished = graph_engine(runners[1], ahead), {}
+        for step in range(80):
+            if step in (0, 1, 9):
+                number = (0, 1, 9).index(step)
+                engine.add_request(prompts[number], params[number], str(number))
+            finished.update({o.request_id: o.output.token_ids for o in engine.step() if o.output})
+    assert [finished[str(i)] for i in range(3)] == expected
+    assert repeats > 25
+
+
 def graph_engine(runner: Any, ahead: bool) -> EngineCore:
     return EngineCore(
         runner, max_num_seqs=3, max_num_batched_tokens=24, eos_token_ids=(), async_scheduling=ahead
