@@ -288,7 +288,7 @@ def test_steps_are_started_again_until_blocks_or_requests_are_new(
 ) -> None:
     """What the graph made of its batch, and what the host makes of it then, is one and the same."""
     prompts, repeats = [[3, 4, 5], [6, 7], [9] * 5], 0
-    params = [SamplingParams(max_tokens=most, ignore_eos=True) for most in (40, 33, 21)]
+    params = [SamplingParams(max_tokens=most, ignore_eos=True) for most in (70, 63, 44)]
     repeat = EngineCore._repeat
 
     def counted(engine: EngineCore, repeatable: Any) -> StartedStep | None:
@@ -309,13 +309,14 @@ def test_steps_are_started_again_until_blocks_or_requests_are_new(
         expected = [o.token_ids for o in graph_engine(runners[0], False).generate(prompts, params)]
         monkeypatch.setattr(EngineCore, "_repeat", counted)
         engine, finished = graph_engine(runners[1], ahead), {}
-        for step in range(80):
+        for step in range(100):
             if step in (0, 1, 9):
                 number = (0, 1, 9).index(step)
                 engine.add_request(prompts[number], params[number], str(number))
             finished.update({o.request_id: o.output.token_ids for o in engine.step() if o.output})
+            assert not engine.scheduler.waiting
     assert [finished[str(i)] for i in range(3)] == expected
-    assert repeats > 25
+    assert repeats > 45
 
 
 def graph_engine(runner: Any, ahead: bool) -> EngineCore:
