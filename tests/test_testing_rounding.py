@@ -23,6 +23,8 @@ from attnbackend.testing import (
     make_batch,
 )
 from attnbackend.testing.batches import _dense, rounding_spread
+from attnbackend.testing.mla_batches import absorbed_mixed, expected_mixed, make_mla_batch
+from attnbackend.testing.mla_cases import MLACase
 from attnbackend.testing.reference import AttentionFeatures, DenseAttention, _softmax_with_sink
 from attnbackend.testing.reference_mla import LatentAttention, LatentRequest, reference_mla
 from attnbackend.testing.rounding import _sum_variance, float32_latent_spread
@@ -202,6 +204,21 @@ def test_latent_sums_in_order_stay_within_and_tf32_does_not() -> None:
         for got, right, allowed in zip(faulty, exact, spread, strict=True):
             with pytest.raises(AssertionError, match="ratio"):
                 assert_within_spread(got, right, allowed)
+    assert 0.1 < max(ratios) < 0.6
+
+
+def test_latent_steps_stay_within_in_either_space_and_tf32_does_not() -> None:
+    ratios = []
+    for seed in range(12):
+        case = MLACase(query_lens=(1, 2, 40), context_lens=(3, 0, 9), dtype=torch.float32, seed=seed)
+        batch = make_mla_batch(case)
+        exact, spread = expected_mixed(batch), expected_mixed(batch, float32_latent_spread)
+        honest = expected_mixed(batch, LatentsInOrder(exact=False))
+        for got in (honest, absorbed_mixed(batch)):
+            ratios.append(assert_within_spread(got, exact, spread).ratio)
+        faulty = expected_mixed(batch, LatentsInOrder(exact=False, bits=13))
+        with pytest.raises(AssertionError, match="ratio"):
+            assert_within_spread(faulty, exact, spread)
     assert 0.1 < max(ratios) < 0.6
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from attnbackend.testing.reference import (
     _Request,
     _softmax_with_sink,
 )
-from attnbackend.testing.reference_mla import LatentAttention
+from attnbackend.testing.reference_mla import LatentAttention, LatentRequest, _causal
 
 __all__ = ["float32_latent_spread", "float32_spread"]
 
@@ -86,9 +87,76 @@ class _LatentSpread(LatentAttention):
         seen_HN = visible_NJ.any(-1)
         return _SIGMAS * out_HNV.sqrt().transpose(0, 1), (_SIGMAS * log_HN.sqrt() * seen_HN).t()
 
+    def whole(
+        self, query: Tensor, kv_b_weight: Tensor, requests: list[LatentRequest], *, v_head_dim: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Of the output, the larger of those of both spaces; a request may run in either."""
+        out, lse = self._empty(query, v_head_dim)
+        weight_HNL = kv_b_weight.double()
+        for request in requests:
+            q_HND = query[request.rows].double().transpose(0, 1) * scale
+            projected = _Projected.of(q_HND, weight_HNL, request, v_head_dim)
+            off_HNV = projected.in_heads().maximum(projected.in_latents())
+            out[request.rows] = _SIGMAS * off_HNV.sqrt().transpose(0, 1)
+        return out, lse
+
     def _empty(self, query: Tensor, width: int) -> tuple[Tensor, Tensor]:
         out, lse = super()._empty(query, width)
         return out, torch.zeros_like(lse)
+
+
+class _Projected(NamedTuple):
+    """One request in the space of heads: scaled queries, weights of keys and values, and what they give."""
+
+    q_HND: Tensor
+    w_HPL: Tensor
+    w_HVL: Tensor
+    latent_JL: Tensor
+    rope_JR: Tensor
+    s_HNJ: Tensor
+    lse_HN: Tensor
+    p_HNJ: Tensor
+
+    @classmethod
+    def of(cls, q_HND: Tensor, weight_HNL: Tensor, request: LatentRequest, width: int) -> _Projected:
+        nope = weight_HNL.shape[1] - width
+        w_HPL, w_HVL = weight_HNL[:, :nope], weight_HNL[:, nope:]
+        latent_JL, rope_JR = request.kv_c_JL.double(), request.k_pe_JR.double()
+        s_HNJ = q_HND[..., :nope] @ (w_HPL @ latent_JL.T) + q_HND[..., nope:] @ rope_JR.T
+        s_HNJ = s_HNJ.masked_fill(~_causal(request), -torch.inf)
+        lse_HN = torch.logsumexp(s_HNJ, -1)
+        lse_HN = lse_HN.masked_fill(lse_HN == -torch.inf, 0.0)
+        p_HNJ = torch.exp(s_HNJ - lse_HN.unsqueeze(-1))
+        return cls(q_HND, w_HPL, w_HVL, latent_JL, rope_JR, s_HNJ, lse_HN, p_HNJ)
+
+    def in_heads(self) -> Tensor:
+        """Variance of the output [H, N, V] where keys and values are projected first."""
+        nope, terms = self.w_HPL.shape[1], self.latent_JL.shape[1]
+        (k_HPJ, k_off_HPJ), (v_HVJ, v_off_HVJ) = (
+            (x := w @ self.latent_JL.T, _sum_variance(x, w**2 @ (self.latent_JL**2).T, terms))
+            for w in (self.w_HPL, self.w_HVL)
+        )
+        k_HDJ = torch.cat([k_HPJ, self.rope_JR.T.expand(len(k_HPJ), -1, -1)], 1)
+        off_HNJ = _exponent_variance(self.q_HND, k_HDJ, self.s_HNJ, self.lse_HN, 0.0)
+        off_HNJ = off_HNJ + self.q_HND[..., :nope] ** 2 @ k_off_HPJ
+        out_HNV, _ = _carried(self.p_HNJ, off_HNJ, v_HVJ.transpose(1, 2), self.lse_HN)
+        return out_HNV + self.p_HNJ**2 @ v_off_HVJ.transpose(1, 2)
+
+    def in_latents(self) -> Tensor:
+        """The same where queries are moved to the latents, and what comes of them back."""
+        (nope, terms), keys = self.w_HPL.shape[1:], len(self.latent_JL)
+        own_HNP, p_HNJ, w_HLV = self.q_HND[..., :nope], self.p_HNJ, self.w_HVL.transpose(1, 2)
+        q_HNL, q_squares_HNL = own_HNP @ self.w_HPL, own_HNP**2 @ self.w_HPL**2
+        q_HNW = torch.cat([q_HNL, self.q_HND[..., nope:]], -1)
+        k_WJ = torch.cat([self.latent_JL, self.rope_JR], -1).T
+        off_HNJ = _exponent_variance(q_HNW, k_WJ, self.s_HNJ, self.lse_HN, 0.0)
+        off_HNJ = off_HNJ + _sum_variance(q_HNL, q_squares_HNL, nope) @ (self.latent_JL**2).T
+        moved_HNV, _ = _carried(p_HNJ, off_HNJ, self.latent_JL @ w_HLV, self.lse_HN)
+        sum_HNL = p_HNJ @ self.latent_JL
+        summed_HNL = _sum_variance(sum_HNL, p_HNJ**2 @ self.latent_JL**2, keys)
+        back_HNV = _sum_variance(sum_HNL @ w_HLV, sum_HNL**2 @ w_HLV**2, terms)
+        return moved_HNV + summed_HNL @ w_HLV**2 + back_HNV
 
 
 def _exponent_variance(
@@ -126,4 +194,4 @@ def _carried(p_HNL: Tensor, off_HNL: Tensor, v_HLD: Tensor, lse_HN: Tensor) -> t
 float32_spread = _Float32Spread(exact=True)
 """As `reference_attention`: (yardstick's error of the output [T, H, D], of the LSE [T, H]), float64."""
 float32_latent_spread = _LatentSpread(exact=True)
-"""As `reference_mla.mqa` and `mha`, whose keys and values are read as they are: yardstick's errors."""
+"""As `reference_mla`: yardstick's errors of output and LSE; `whole` tells the output's alone."""
