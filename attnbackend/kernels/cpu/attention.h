@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "tile.h"
@@ -60,7 +61,7 @@ static void write_row(const AttentionArgs& a, const Item& item, int64_t token, i
     lse = base + std::log(total);
   }
   if (a.v_scale) factor *= a.v_scale[item.kv_head * a.v_scale_step];
-  for (int64_t i = 0; i < a.value_size; ++i) acc[i] = empty ? 0.0f : acc[i] * factor;
+  for (int64_t i = 0; i < a.value_size; i += VW) store(acc + i, empty ? vf{} : load(acc + i) * factor);
   char* target = static_cast<char*>(a.output) + element_size(a.output_dtype) *
                  (token * a.output_token + head * a.output_head);
   row_from_float(acc, target, static_cast<int>(a.value_size), a.output_dtype);
@@ -168,8 +169,10 @@ static const char* query_row(const AttentionArgs& a, const RowInfo& rows, int64_
 
 // One query row: as float, times scale and the key scale, or as it is.
 static void read_query(const AttentionArgs& a, const RowInfo& rows, int64_t row, float factor, float* q) {
+  const int64_t padded = round_up(a.head_size, VW);
+  store(q + padded - VW, vf{});
   any_row_to_float(query_row(a, rows, row), q, static_cast<int>(a.head_size), a.query_dtype);
-  for (int64_t i = 0; i < a.head_size; ++i) q[i] *= factor;
+  for (int64_t i = 0; i < padded; i += VW) store(q + i, load(q + i) * factor);
 }
 static void read_query(const AttentionArgs& a, const RowInfo& rows, int64_t row, float, uint16_t* q) {
   std::memcpy(q, query_row(a, rows, row), a.head_size * sizeof(uint16_t));
@@ -210,13 +213,12 @@ static void narrow_block(const AttentionArgs& a, const Rows<C>& at, const Rows<C
   narrow_scores<C, R>(q, q_row, at.keys, at.values, count, static_cast<int>(a.head_size), s.factor,
                       s.scores);
   const bool rule = needs_rules(s.rows, first, first + padded, rules);
-  for (int r = 0; r < R; ++r) {
-    const int row = static_cast<int>(r0) + r;
-    float* scores = s.scores + r * KT;
-    if (rule) narrow_rules(scores, s.rows, row, static_cast<int>(first), padded, rules);
-    narrow_softmax(scores, s.rows, row, padded, s.acc + row * width, width);
-    if constexpr (Products<C>::PAIRS) pair_neighbours<C>(scores, padded);
-  }
+  const int row = static_cast<int>(r0);
+  for (int r = 0; rule && r < R; ++r)
+    narrow_rules(s.scores + r * KT, s.rows, row + r, static_cast<int>(first), padded, rules);
+  narrow_softmax<R>(s.scores, s.rows, row, padded, s.acc + r0 * width, width);
+  if constexpr (Products<C>::PAIRS)
+    for (int r = 0; r < R; ++r) pair_neighbours<C>(s.scores + r * KT, padded);
   narrow_values<C, R>(at.values, next.keys, s.scores, count, static_cast<int>(a.value_size),
                       s.acc + r0 * width, width);
 }
@@ -228,7 +230,6 @@ static void run_narrow(const AttentionArgs& a, const Item& item, const Item& fol
   const int64_t q_row = round_up(a.head_size, VW), width = round_up(a.value_size, VW);
   typename C::query* q = reinterpret_cast<typename C::query*>(s.q);
   set_rows(a, item, item.row1 - item.row0, s.rows);
-  std::fill(s.q, s.q + s.rows.count * q_row, 0.0f);
   std::fill(s.acc, s.acc + s.rows.count * width, 0.0f);
   for (int64_t r = 0; r < s.rows.count; ++r) read_query(a, s.rows, r, s.factor, q + r * q_row);
   Rows<C> tiles[2];
@@ -249,6 +250,13 @@ static void run_narrow(const AttentionArgs& a, const Item& item, const Item& fol
     }
   }
 }
+
+// The rows of a tile that the wide kernel multiplies: of the cache itself, or of copies in its element type.
+template <class C>
+struct Tile {
+  typedef typename Products<C>::element Element;
+  const Element *keys[KT], *values[KT];  // keys up to the count rounded up to KR
+};
 
 // K and V of the tile as pairs: of a key's neighbouring elements, of neighbouring values' elements.
 template <class C>
@@ -280,21 +288,47 @@ static void stage(const AttentionArgs& a, const Rows<C>& at, int count, Scratch&
 }
 
 template <class C, int N>
-static void wide_panel(const AttentionArgs& a, Scratch& s, const Rows<C>& next, int at, int64_t rows,
-                       int count, int64_t first, int width, bool rule, const ScoreRules& rules) {
+static void wide_panel(const AttentionArgs& a, Scratch& s, const Tile<C>& tile, const Rows<C>& next, int at,
+                       int64_t rows, int count, int64_t first, int width, bool rule,
+                       const ScoreRules& rules) {
   typedef Products<C> P;
   typedef const typename P::element* Staged;
   const int per_element = P::PAIRS ? 2 : 1, d = static_cast<int>(a.head_size) / per_element;
-  wide_scores<C, N>(reinterpret_cast<Staged>(s.q) + at, rows, reinterpret_cast<Staged>(s.keys), count, d,
-                    s.factor, s.scores + at, a, at ? nullptr : &next);
+  wide_scores<C, N>(reinterpret_cast<Staged>(s.q) + at, rows, tile.keys, count, d, s.factor, s.scores + at, a,
+                    at ? nullptr : &next);
   for (int n = 0; n < N; ++n) {
     const int lane = at + n * VW;
     if (rule) wide_rules(s.scores, rows, s.rows, lane, static_cast<int>(first), count, rules);
     wide_softmax(s.scores, rows, s.rows, lane, count);
     if constexpr (P::PAIRS) wide_pairs<P>(s.scores + lane, rows, count);
   }
-  wide_values<P, N>(reinterpret_cast<Staged>(s.scores) + at, rows, reinterpret_cast<Staged>(s.values),
+  wide_values<P, N>(reinterpret_cast<Staged>(s.scores) + at, rows, tile.values,
                     (count + per_element - 1) / per_element, width, s.rows.decay + at, s.acc + at);
+}
+
+template <class C>
+static Tile<C> copied_tile(const AttentionArgs& a, const Scratch& s, int width) {
+  typedef typename Tile<C>::Element Element;
+  const int64_t d = a.head_size * (Products<C>::PAIRS ? sizeof(uint16_t) : sizeof(float)) / sizeof(Element);
+  Tile<C> tile;
+  for (int j = 0; j < KT; ++j) {
+    tile.keys[j] = reinterpret_cast<const Element*>(s.keys) + j * d;
+    tile.values[j] = reinterpret_cast<const Element*>(s.values) + j * width;
+  }
+  return tile;
+}
+
+// Copies nothing where the cache's rows are floats and need no padding.
+template <class C>
+static void take_tile(const AttentionArgs& a, const Rows<C>& at, Scratch& s, int width, Tile<C>& tile) {
+  if constexpr (std::is_same_v<C, F32>) {
+    if (width == a.value_size) {
+      std::copy(at.keys, at.keys + KT, tile.keys);
+      std::copy(at.values, at.values + KT, tile.values);
+      return;
+    }
+  }
+  stage<C>(a, at, at.count, s, width);
 }
 
 // Query rows as columns: q[element or pair][row], zeros past the last row.
@@ -320,17 +354,18 @@ static void run_wide(const AttentionArgs& a, const Item& item, Scratch& s,
   std::fill(s.acc, s.acc + rows * width, 0.0f);
   Rows<C> at;
   at.find_tile(a, item, item.key0);
+  Tile<C> tile = copied_tile<C>(a, s, width);
   for (int64_t first = item.key0; first < item.key1; first += KT) {
     const int count = at.count;
-    stage<C>(a, at, count, s, width);
+    take_tile(a, at, s, width, tile);
     at.find_tile(a, item, first + KT);  // the next, to be asked for
     const bool rule = needs_rules(s.rows, first, first + count, rules);
     for (int64_t r = 0; r < rows; r += PANEL * VW) {
       const int row = static_cast<int>(r);
       switch (std::min<int64_t>(PANEL, (rows - r) / VW)) {
-        case 1: wide_panel<C, 1>(a, s, at, row, rows, count, first, width, rule, rules); break;
-        case 2: wide_panel<C, 2>(a, s, at, row, rows, count, first, width, rule, rules); break;
-        default: wide_panel<C, 3>(a, s, at, row, rows, count, first, width, rule, rules); break;
+        case 1: wide_panel<C, 1>(a, s, tile, at, row, rows, count, first, width, rule, rules); break;
+        case 2: wide_panel<C, 2>(a, s, tile, at, row, rows, count, first, width, rule, rules); break;
+        default: wide_panel<C, 3>(a, s, tile, at, row, rows, count, first, width, rule, rules); break;
       }
     }
   }
@@ -339,9 +374,8 @@ static void run_wide(const AttentionArgs& a, const Item& item, Scratch& s,
 }
 
 template <class C>
-static void run_item(const AttentionArgs& a, const Item& item, const Item& following, Merge* merges,
-                     float* floats) {
-  Scratch& s = scratch_for(a);
+static void run_item(const AttentionArgs& a, const Item& item, const Item& following, Scratch& s,
+                     Merge* merges, float* floats) {
   s.factor = score_factor(a, item);
   const ScoreRules rules = {static_cast<float>(a.soft_cap), a.alibi_slopes != nullptr};
   const bool narrow = item.row1 - item.row0 <= NARROW_ROWS;

@@ -79,21 +79,37 @@ static Plan make_plan(const AttentionArgs& a) {
   return plan;
 }
 
+// A thread's share of the items: neighbours, so that it finds in its cache what it read in the call before.
+struct alignas(64) Share {
+  std::atomic<int64_t> next;
+  int64_t end;
+};
+
+// Runs what is left of a share.
+template <class C>
+static void run_share(const AttentionArgs& a, Plan& plan, Share& share, Scratch& scratch) {
+  for (int64_t i = share.next.fetch_add(1); i < share.end; i = share.next.fetch_add(1)) {
+    const Item& following = plan.items[std::min(i + 1, share.end - 1)];
+    run_item<C>(a, plan.items[i], following, scratch, plan.merges.get(), plan.floats.data());
+  }
+}
+
 template <class C>
 static void run_plan(const AttentionArgs& a, Plan& plan) {
   const int64_t count = static_cast<int64_t>(plan.items.size());
-  const int threads = static_cast<int>(std::min<int64_t>(plan.cost < SERIAL_COST ? 1 : a.threads, count));
-  const auto run = [&](int64_t i) {
-    const Item& following = plan.items[std::min(i + threads, count - 1)];
-    run_item<C>(a, plan.items[i], following, plan.merges.get(), plan.floats.data());
-  };
-  if (threads == 1) {
-    for (int64_t i = 0; i < count; ++i) run(i);
-    return;
+  const int64_t threads = std::min<int64_t>(plan.cost < SERIAL_COST ? 1 : a.threads, count);
+  const std::unique_ptr<Share[]> shares(new Share[threads]);
+  for (int64_t t = 0; t < threads; ++t) {
+    shares[t].next.store(t * count / threads);
+    shares[t].end = (t + 1) * count / threads;
   }
-  std::atomic<int64_t> next(0);
+  const auto run = [&](int64_t thread) {  // its own share, then what others have left
+    Scratch& scratch = scratch_for(a);
+    for (int64_t t = 0; t < threads; ++t) run_share<C>(a, plan, shares[(thread + t) % threads], scratch);
+  };
+  if (threads == 1) return run(0);
 #pragma omp parallel num_threads(threads)
-  for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) run(i);
+  run(omp_get_thread_num());
 }
 
 static void run_bfloat16(const AttentionArgs& a, Plan& plan) {

@@ -24,10 +24,14 @@ struct Rows {
     int64_t column = first / a.block_size, slot = first % a.block_size;
     for (int j = 0; j < count; ++column, slot = 0) {
       const int64_t block = table[column];
-      for (; slot < a.block_size && j < count; ++slot, ++j) {
-        keys[j] = k + block * a.k_block + slot * a.k_slot;
-        values[j] = v + block * a.v_block + slot * a.v_slot;
+      const int n = static_cast<int>(std::min<int64_t>(a.block_size - slot, count - j));
+      const raw* key = k + block * a.k_block + slot * a.k_slot;
+      const raw* value = v + block * a.v_block + slot * a.v_slot;
+      for (int i = 0; i < n; ++i) {
+        keys[j + i] = key + i * a.k_slot;
+        values[j + i] = value + i * a.v_slot;
       }
+      j += n;
     }
   }
 

@@ -104,31 +104,52 @@ static inline void narrow_rules(float* scores, const RowInfo& rows, int r, int f
   }
 }
 
-// Scores -> probabilities relative to the new maximum; the old accumulator is scaled to match.
-static inline void narrow_softmax(float* scores, RowInfo& rows, int r, int count, float* acc,
-                                  int64_t width) {
-  vf best = splat(-INFINITY);
-  for (int j = 0; j < count; j += VW) {
-    const vf s = load(scores + j);
-    best = s > best ? s : best;
-  }
-  const float old = rows.maximum[r], top = max_lanes(best), now = top > old ? top : old;
-  const vf base = finite_or_zero(splat(now));
-  vf total = {};
-  for (int j = 0; j < count; j += VW) {
-    const vf p = exp_nonpositive(load(scores + j) - base);
-    store(scores + j, p);
-    total += p;
-  }
-  rows.maximum[r] = now;
+// The accumulator of a row, as its probabilities now are relative to maximum `now`, which differs from `old`.
+static inline void narrow_decay(RowInfo& rows, int r, float old, vf base, float total, float* acc,
+                                int64_t width) {
   if (old == -INFINITY && rows.sum[r] == 0) {  // the first keys that the row sees: acc is 0
-    rows.sum[r] = sum_lanes(total);
+    rows.sum[r] = total;
     return;
   }
   const float decay = exp_nonpositive(splat(old) - base)[0];
-  rows.sum[r] = rows.sum[r] * decay + sum_lanes(total);
+  rows.sum[r] = rows.sum[r] * decay + total;
   if (decay == 1.0f) return;
   for (int64_t i = 0; i < width; i += VW) store(acc + i, load(acc + i) * decay);
+}
+
+// Scores of rows r0 .. r0 + R -> probabilities relative to the new maximum; the old accumulators are scaled to
+// match. The rows take turns, since each step of one waits for the step before.
+template <int R>
+static inline void narrow_softmax(float* scores, RowInfo& rows, int r0, int count, float* acc,
+                                  int64_t width) {
+  vf best[R], base[R], total[R] = {};
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) best[r] = splat(rows.maximum[r0 + r]);
+  for (int j = 0; j < count; j += VW)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const vf s = load(scores + r * KT + j);
+      best[r] = s > best[r] ? s : best[r];
+    }
+  float now[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    now[r] = max_lanes(best[r]);
+    base[r] = finite_or_zero(splat(now[r]));
+  }
+  for (int j = 0; j < count; j += VW)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      float* place = scores + r * KT + j;
+      const vf p = exp_nonpositive(load(place) - base[r]);
+      store(place, p);
+      total[r] += p;
+    }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    narrow_decay(rows, r0 + r, rows.maximum[r0 + r], base[r], sum_lanes(total[r]), acc + r * width, width);
+    rows.maximum[r0 + r] = now[r];
+  }
 }
 
 template <class C, int R, int N>
@@ -226,18 +247,21 @@ static void narrow_values(const typename C::raw* const* values, const typename C
 
 // ---- wide ---------------------------------------------------------------------------------------
 
-// For KR keys: elements begin .. end of the dot products, added to the scores unless begin is 0.
+// For the KR keys at `keys`: elements begin .. end of the dot products, added to the scores unless begin is 0.
 template <class P, int N>
-static inline void wide_products(const typename P::element* q, int64_t rows, const typename P::element* key,
-                                 int64_t d, int begin, int end, float factor, float* scores) {
+static inline void wide_products(const typename P::element* q, int64_t rows,
+                                 const typename P::element* const* keys, int begin, int end, float factor,
+                                 float* scores) {
   vf acc[KR][N] = {};
+  const typename P::element* key[KR];
+  std::copy(keys, keys + KR, key);
   for (int i = begin; i < end; ++i) {
     typename P::operand x[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) x[n] = P::get(q + i * rows + n * VW);
 #pragma GCC unroll 8
     for (int r = 0; r < KR; ++r) {
-      const typename P::operand y = P::spread(key[r * d + i]);
+      const typename P::operand y = P::spread(key[r][i]);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) acc[r][n] = P::add(acc[r][n], x[n], y);
     }
@@ -252,26 +276,26 @@ static inline void wide_products(const typename P::element* q, int64_t rows, con
     }
 }
 
-// scores[j][row] = k[j] . q[:, row]; q is [d][rows], k is [count rounded up to KR][d]. Sums run over
-// SUM_LENGTH elements at a time: one long chain of additions would lose digits.
+// scores[j][row] = keys[j] . q[:, row]; q is [d][rows], there are keys up to the count rounded up to KR. Sums run
+// over SUM_LENGTH elements at a time: one long chain of additions would lose digits.
 template <class C, int N>
 static void wide_scores(const typename Products<C>::element* q, int64_t rows,
-                        const typename Products<C>::element* k, int count, int d, float factor,
+                        const typename Products<C>::element* const* keys, int count, int d, float factor,
                         float* scores, const AttentionArgs& a, const Rows<C>* soon) {
   typedef Products<C> P;
   for (int i0 = 0; i0 < d; i0 += P::SUM_LENGTH) {
     const int end = d - i0 < P::SUM_LENGTH ? d : i0 + P::SUM_LENGTH;
     for (int j = 0; j < count; j += KR) {
       if (i0 == 0 && soon) soon->ask_for_rows(a, j, j + KR);
-      wide_products<P, N>(q, rows, k + static_cast<int64_t>(j) * d, d, i0, end, factor, scores + j * rows);
+      wide_products<P, N>(q, rows, keys + j, i0, end, factor, scores + j * rows);
     }
   }
 }
 
-// acc[i][row] = acc[i][row] * decay[row] + sum_j v[j][i] * p[j][row]; width is a multiple of KR.
+// acc[i][row] = acc[i][row] * decay[row] + sum_j values[j][i] * p[j][row]; width is a multiple of KR.
 template <class P, int N>
-static void wide_values(const typename P::element* p, int64_t rows, const typename P::element* v, int count,
-                        int width, const float* decay, float* acc) {
+static void wide_values(const typename P::element* p, int64_t rows, const typename P::element* const* values,
+                        int count, int width, const float* decay, float* acc) {
   for (int i = 0; i < width; i += KR) {
     vf sum[KR][N];
 #pragma GCC unroll 8
@@ -283,7 +307,7 @@ static void wide_values(const typename P::element* p, int64_t rows, const typena
       typename P::operand x[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) x[n] = P::get(p + j * rows + n * VW);
-      const typename P::element* value = v + static_cast<int64_t>(j) * width + i;
+      const typename P::element* value = values[j] + i;
 #pragma GCC unroll 8
       for (int r = 0; r < KR; ++r) {
         const typename P::operand y = P::spread(value[r]);
