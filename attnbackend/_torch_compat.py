@@ -23,7 +23,6 @@ __all__ = [
     "add_cache_key",
     "aoti_round_trip",
     "cache_key",
-    "can_pack",
     "compiled_call",
     "compiler_backend",
     "fake_mode",
@@ -37,10 +36,8 @@ __all__ = [
     "load_aoti_package",
     "makes_sizes",
     "mark_dynamic",
-    "multiply_packed",
     "no_duck_shapes",
     "outside_fake_mode",
-    "pack_weight",
     "register_namedtuple",
     "reset_compiler",
     "run_module",
@@ -171,32 +168,6 @@ def register_namedtuple(cls: type) -> None:
     from torch.utils._pytree import _register_namedtuple
 
     _register_namedtuple(cls, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
-
-
-def can_pack(weight: Tensor) -> str | None:
-    """Why oneDNN cannot pack a weight on this machine; None when it can."""
-    if weight.device.type != "cpu":
-        return f"weights on {weight.device.type}"
-    if weight.is_inference():
-        return "inference tensors, whose writes are not counted"
-    if not torch.backends.mkldnn.is_available():
-        return "torch was built without oneDNN"
-    if weight.dtype is torch.float32:
-        return None
-    probe = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(weight.dtype)
-    if probe is None or not getattr(torch.ops.mkldnn, f"_is_mkldnn_{probe}_supported")():
-        return f"this processor's oneDNN does not multiply {weight.dtype}"
-    return None
-
-
-def pack_weight(weight_OI: Tensor) -> Tensor:
-    """A weight in oneDNN's blocked layout."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight_OI)
-
-
-def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` with a weight from `pack_weight`."""
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def reset_compiler() -> None:

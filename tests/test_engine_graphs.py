@@ -22,7 +22,7 @@ from attnbackend.compiler import make_compiler
 from attnbackend.cudagraph import RecordedGraphs
 from attnbackend.integrations import transformers as transformers_models
 from attnbackend.metadata import CommonAttentionMetadata
-from attnbackend.ops import packed_linear
+from attnbackend.ops import cpu_linear
 from attnbackend.registry import register_backend
 from attnbackend.runtime.engine_core import EngineCore
 from attnbackend.runtime.model_runner import build_runner
@@ -61,8 +61,8 @@ def model() -> Any:
 
 @pytest.fixture(autouse=True)
 def scope(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Own kernels for few rows round otherwise than oneDNN for more, and graphs pad batches: no own ones."""
-    monkeypatch.setattr(packed_linear, "WHEN_USED", [])
+    """Kernels for few rows round otherwise than those for more, and graphs pad batches: torch multiplies."""
+    monkeypatch.setattr(cpu_linear, "WHEN_USED", [])
     with registry_scope():
         yield
 

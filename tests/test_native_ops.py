@@ -17,15 +17,15 @@ from mla_op_cases import FEATURES as MLA_FEATURES
 from mla_op_cases import mla_case, mla_op
 from op_cases import FEATURES, case, forward_op, update_op
 from test_bad_input import ATTENTION_REFUSALS, NAMES, WRITE_REFUSALS
+from test_cpu_kernel import thread_count
 from torch import Tensor
 
 from attnbackend import register_backend, set_config
-from attnbackend._torch_compat import can_pack
 from attnbackend.backends import cpu_attn
 from attnbackend.backends.mla import cpu_mla
 from attnbackend.kernels.cpu import BuildError
 from attnbackend.native_calls import python_only
-from attnbackend.ops import native, packed_linear
+from attnbackend.ops import cpu_linear, native
 from attnbackend.registry import registry_scope
 from attnbackend.testing import (
     assert_within_rule,
@@ -292,47 +292,63 @@ def test_where_the_ops_do_not_build_the_list_says_why(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def in_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of the calls of `packed_linear` that Python served."""
+    """Rows of the calls of `cpu_linear` that Python served."""
     rows: list[int] = []
 
     def linear(x: Tensor, *args: Tensor | None) -> Tensor:
         rows.append(x.shape[:-1].numel())
         return torch.nn.functional.linear(x, *args)
 
-    monkeypatch.setattr(packed_linear, "F", SimpleNamespace(linear=linear))
+    monkeypatch.setattr(cpu_linear, "F", SimpleNamespace(linear=linear))
     return rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16])
-@pytest.mark.parametrize(("inputs", "outputs"), [(32, 65), (64, 33), (160, 48), (544, 16)])
-def test_few_rows_are_multiplied_as_well_as_torch_does(
-    dtype: torch.dtype, rows: int, inputs: int, outputs: int, in_python: list[int]
-) -> None:
+def check_products(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> None:
+    """Against float64, where torch's own error says what the type can do."""
     torch.manual_seed(rows)
     x, weight = torch.randn(1, rows, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
     for bias in (None, torch.randn(outputs, dtype=dtype)):
         arguments = [None if y is None else y.double() for y in (x, weight, bias)]
         exact, torch_s = torch.nn.functional.linear(*arguments), torch.nn.functional.linear(x, weight, bias)
-        with packed_linear.packed_weights_in_use():
-            own = packed_linear.packed_linear(x, weight, bias)
-        assert (own.shape, own.dtype, own.is_contiguous()) == (exact.shape, dtype, True)
-        assert_within_rule(own, exact, torch_s)
+        for threads in (1, 3):
+            with thread_count(threads), cpu_linear.own_products():
+                own = cpu_linear.cpu_linear(x, weight, bias)
+            assert (own.shape, own.dtype, own.is_contiguous()) == (exact.shape, dtype, True)
+            assert_within_rule(own, exact, torch_s)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 16, 17, 27, 64, 131])
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 65), (64, 33), (160, 48), (544, 16)])
+def test_rows_are_multiplied_as_well_as_torch_does(
+    dtype: torch.dtype, rows: int, inputs: int, outputs: int, in_python: list[int]
+) -> None:
+    check_products(dtype, rows, inputs, outputs)
+    assert not in_python
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(600, 1056, 40), (19, 1056, 1024)],
+    ids=["more rows than the cache holds", "a weight too large to be read twice"],
+)  # fmt: skip
+def test_large_products(rows: int, inputs: int, outputs: int, in_python: list[int]) -> None:
+    check_products(torch.float32, rows, inputs, outputs)
+    check_products(torch.bfloat16, rows, inputs, outputs)
     assert not in_python
 
 
 def test_one_output_is_exact_where_sums_are(in_python: list[int]) -> None:
     x, weight = torch.arange(96.0).view(3, 32), torch.arange(32.0).view(1, 32)
-    with packed_linear.packed_weights_in_use():
-        assert torch.equal(packed_linear.packed_linear(x, weight), x @ weight.T)
+    with cpu_linear.own_products():
+        assert torch.equal(cpu_linear.cpu_linear(x, weight), x @ weight.T)
     assert not in_python
 
 
 def test_nan_and_infinity_stay_in_their_rows(in_python: list[int]) -> None:
     x, weight = torch.ones(3, 64), torch.ones(20, 64)
     x[0, 5], x[1, 7], weight[3] = torch.nan, torch.inf, 0.0
-    with packed_linear.packed_weights_in_use():
-        own = packed_linear.packed_linear(x, weight)
+    with cpu_linear.own_products():
+        own = cpu_linear.cpu_linear(x, weight)
     assert not in_python
     torch.testing.assert_close(own, torch.nn.functional.linear(x, weight), equal_nan=True)
 
@@ -340,62 +356,27 @@ def test_nan_and_infinity_stay_in_their_rows(in_python: list[int]) -> None:
 @pytest.mark.parametrize(
     ("x", "weight"),
     [
-        (torch.ones(17, 64), torch.ones(8, 64)), (torch.ones(2, 48), torch.ones(8, 48)),
+        (torch.ones(2, 48), torch.ones(8, 48)),
         (torch.ones(64, 2).T, torch.ones(8, 64)), (torch.ones(2, 64), torch.ones(64, 8).T),
         (torch.ones(0, 64), torch.ones(8, 64)), (torch.ones(2, 64).double(), torch.ones(8, 64).double()),
     ],
-    ids=["many rows", "an odd size", "strided rows", "a strided weight", "no rows", "float64"],
+    ids=["an odd size", "strided rows", "a strided weight", "no rows", "float64"],
 )  # fmt: skip
 def test_other_products_are_python_s(x: Tensor, weight: Tensor, in_python: list[int]) -> None:
-    with packed_linear.packed_weights_in_use():
-        own = packed_linear.packed_linear(x, weight)
+    with cpu_linear.own_products():
+        own = cpu_linear.cpu_linear(x, weight)
     assert in_python == [len(x)]
     assert torch.equal(own, x @ weight.T)
 
 
 def test_products_that_do_not_fit_are_torch_s_to_refuse() -> None:
     x, weight = torch.ones(2, 64), torch.ones(8, 32)
-    with packed_linear.packed_weights_in_use():
-        kind, message = outcome(lambda: packed_linear.packed_linear(x, weight))
+    with cpu_linear.own_products():
+        kind, message = outcome(lambda: cpu_linear.cpu_linear(x, weight))
     assert (kind, message) == outcome(lambda: torch.nn.functional.linear(x, weight))
     assert kind is RuntimeError
 
 
 def test_a_model_used_by_itself_multiplies_as_torch_does(in_python: list[int]) -> None:
-    packed_linear.packed_linear(torch.ones(2, 64), torch.ones(8, 64))
+    cpu_linear.cpu_linear(torch.ones(2, 64), torch.ones(8, 64))
     assert in_python == [2]
-
-
-def test_many_rows_are_multiplied_in_cpp_until_a_weight_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    if reason := can_pack(torch.ones(2, 2)):
-        pytest.skip(f"oneDNN cannot pack here: {reason}")
-    in_python: list[int] = []
-
-    def multiply(x: Tensor, *args: Tensor | None) -> Tensor:
-        in_python.append(len(x))
-        return packed_linear.multiply(x, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(native, "multiply", multiply)
-    weights = [torch.randn(48, 64), torch.randn(24, 64)]
-    kept = [packed_linear.PackedWeight(weight) for weight in weights]
-    bias, x = torch.randn(48), torch.randn(40, 64)
-
-    def step() -> None:
-        with packed_linear.packed_weights_in_use():
-            for weight, b in zip(weights * 2, [bias, None] * 2, strict=True):
-                own = packed_linear.packed_linear(x, weight, b)
-                torch.testing.assert_close(
-                    own, torch.nn.functional.linear(x, weight, b), rtol=1e-5, atol=1e-5
-                )
-
-    step()
-    assert in_python == [40]  # the first product of a step, which looks at the weights
-    weights[1].mul_(2.0)
-    step()
-    assert in_python == [40, 40, 40, 40]  # and the changed weight's own
-    kept[1] = packed_linear.PackedWeight(weights[1])
-    step()
-    assert in_python == [40, 40, 40, 40, 40]
-    del kept[0]
-    step()
-    assert len(in_python) == 7  # the first and, as one of the first, the weight that is packed no more

@@ -48,10 +48,10 @@ from attnbackend.integrations.latent_attention import (
     release_latent_module,
 )
 from attnbackend.integrations.layer_record import Recorder, chunk_size_of
+from attnbackend.layers.cpu_linear import give_back_linears, take_linears
 from attnbackend.layers.merged_linears import merge_linears
-from attnbackend.layers.packed_linear import pack_linears, unpack_linears
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
-from attnbackend.ops.packed_linear import packed_weights_in_use
+from attnbackend.ops.cpu_linear import own_products
 from attnbackend.platforms import free_memory
 from attnbackend.runtime.served_model import AttentionLayer
 from attnbackend.types import AttentionType
@@ -210,12 +210,15 @@ class TransformersModel:
             keep_freed_memory()
             weights = (m.weight for m in self.model.modules() if isinstance(m, nn.Linear))
             move_to_huge_pages(weights, max_bytes=free_memory(self.device) // 2)
-            self.packing = pack_linears(self.model, max_bytes=free_memory(self.device) // 2)
+            self.linears = take_linears(self.model)
         elif self._merges_linears:
             self.num_merged = merge_linears(self.model)
 
     def compile(self, backend: str | None, *, in_pieces: bool = False) -> None:
-        """Compiles each decoder layer for serving; equal layers share one compilation."""
+        """Compiles each decoder layer for serving; equal layers share one compilation.
+
+        Globals of modules are taken to stay what they were: looking at them is a third of a call's guards.
+        """
         passes: list[GraphPass] = [SelectBackend(backend), *self._passes]
         if self.num_merged:
             passes.append(MergeLinears())
@@ -225,8 +228,9 @@ class TransformersModel:
             kind = self._kind_of(layer)
             if kind not in runs:
                 runs[kind] = torch.compile(
-                    with_own_code(run_module), backend=self.compiler, dynamic=True, fullgraph=True
-                )
+                    with_own_code(run_module), backend=self.compiler, dynamic=True, fullgraph=True,
+                    options={"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe},
+                )  # fmt: skip
             set_compiled_call(layer, _CompiledLayer(runs[kind], layer))
         if self.device.type == "cuda":
             self.compile_ends()
@@ -257,7 +261,7 @@ class TransformersModel:
                 f"the model's attention implementation was set to {chosen!r} since; call "
                 f"model.set_attn_implementation({ATTN_IMPLEMENTATION!r})"
             )
-        with packed_weights_in_use():
+        with own_products():
             result = self.step(input_ids, positions, logits_indices, batch)
         return result.logits[0]
 
@@ -328,7 +332,7 @@ def _release(model: nn.Module, owner: object = None) -> None:
                 delattr(module, name)
         if isinstance(compiled_call(module), _CompiledLayer):
             set_compiled_call(module, None)
-    unpack_linears(model)
+    give_back_linears(model)
 
 
 def _placeholders(config: Any) -> dict[int, str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from attnbackend.layers.attention import Attention
+from attnbackend.layers.cpu_linear import CPULinear, give_back_linears, take_linears
 from attnbackend.layers.encoder import CrossAttention, CrossTensors, EncoderAttention, EncoderTensors
 from attnbackend.layers.merged_linears import merge_linears
 from attnbackend.layers.mla_attention import MLAAttention
-from attnbackend.layers.packed_linear import PackedLinear, pack_linears, unpack_linears
 from attnbackend.layers.paged import BatchTensors, BoundLayer, DecodeTensors, write_and_attend
 from attnbackend.layers.rotary import rotate
 from attnbackend.layers.sharing import bind_layers
@@ -15,17 +15,17 @@ __all__ = [
     "Attention",
     "BatchTensors",
     "BoundLayer",
+    "CPULinear",
     "CrossAttention",
     "CrossTensors",
     "DecodeTensors",
     "EncoderAttention",
     "EncoderTensors",
     "MLAAttention",
-    "PackedLinear",
     "bind_layers",
+    "give_back_linears",
     "merge_linears",
-    "pack_linears",
     "rotate",
-    "unpack_linears",
+    "take_linears",
     "write_and_attend",
 ]

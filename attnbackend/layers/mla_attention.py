@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attnbackend.impl import MLADims
-from attnbackend.layers.packed_linear import PackedLinear
+from attnbackend.layers.cpu_linear import CPULinear
 from attnbackend.layers.paged import BatchTensors, BoundLayer, DecodeTensors
 from attnbackend.layers.rotary import rotate
 from attnbackend.ops import mla_attention, mla_kv_cache_update, mla_mixed_attention
@@ -271,7 +271,7 @@ class MLAAttention(nn.Module):
     dequantized_kv_b: Tensor | None
 
 
-_PLAIN = (nn.Linear, PackedLinear)
+_PLAIN = (nn.Linear, CPULinear)
 
 
 def _cache_arguments(layer: BoundLayer) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def define_function(
 
 _FAKE_SOURCES = (
     "calls", "checks", "argument_checks", "attention_kinds", "bind", "binding", "mla_calls", "mla_checks",
-    "mla_bind", "packed_linear", "merged_linear", "rope_write", "latent_rope_write",
+    "mla_bind", "cpu_linear", "merged_linear", "rope_write", "latent_rope_write",
 )  # fmt: skip
 """Modules of this package that say what the ops take and what their fakes do."""
 

@@ -6,11 +6,9 @@ tokens and what its tensors hold.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
 from ctypes import CDLL, Structure, byref, c_void_p, cast
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,15 +16,9 @@ from torch import Tensor
 
 from attnbackend.kernels.cpu import BuildError, library, load_ops, unavailable_reason
 from attnbackend.native_calls import EPOCH
+from attnbackend.ops.cpu_linear import LINEAR_SCHEMA, WHEN_USED, multiply
 from attnbackend.ops.generate import op_name, python_run
 from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, MLA_ATTENTION, MLA_CACHE_UPDATE, OpRole
-from attnbackend.ops.packed_linear import (
-    LINEAR_SCHEMA,
-    WHEN_USED,
-    PackedWeight,
-    multiply,
-    packed_weights,
-)
 from attnbackend.ops.python_side import GIVEN, TEACHES, begin, define, prepare, telling
 from attnbackend.registry import is_overridden
 
@@ -59,8 +51,8 @@ def serve_cpu_ops() -> str | None:
     prepare(ops, (role for _, role in _SERVED), ("WWw",))
     for backend, role in _SERVED:
         define(op_name(backend, role), role.schema, _attention_op(backend, role, ops))
-    define("keep_packed", "(Tensor weight, Tensor packed) -> ()", None)
-    define("packed_linear", LINEAR_SCHEMA, _LinearOp(ops).__call__)
+    define("cpu_linear", LINEAR_SCHEMA, _linear_op(ops))
+    WHEN_USED.append(ops.attnbackend_ops_serve_linear)
     ops.attnbackend_ops_share(byref(_shared(kernels)))
     begin(ops, EPOCH)
     return None
@@ -92,42 +84,12 @@ def _attention_op(backend: str, role: OpRole, ops: CDLL) -> Callable[..., None]:
     return serve
 
 
-class _LinearOp:
-    """Serves products that C++ leaves to Python, and tells it what packed weights it may use in this step."""
-
-    def __init__(self, ops: CDLL) -> None:
-        self._ops = ops
-        self._kept: dict[int, weakref.ref[PackedWeight]] = {}
-        """What C++ holds, by the address of the weight."""
-        self._checked = threading.local()
-        self._keep = torch.ops.attnbackend_python.keep_packed.default
-        WHEN_USED.append(self._begin)
-
-    def _begin(self, used: bool) -> None:
-        self._checked.needed = used
-        self._ops.attnbackend_ops_serve_linear(used)
-
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear_op(ops: CDLL) -> Callable[..., Tensor]:
+    def serve(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         result = input  # of a call that failed
-        with telling(self._ops):
-            if getattr(self._checked, "needed", False):
-                self._checked.needed = False
-                self._share()
+        with telling(ops):
             result = multiply(input, weight, bias)
-            self._ops.attnbackend_ops_verdict(GIVEN, b"")
+            ops.attnbackend_ops_verdict(GIVEN, b"")
         return result
 
-    def _share(self) -> None:
-        """From here on to the end of the step C++ may use what it holds: weights do not change in between."""
-        current = {packed.address: packed for packed in packed_weights() if packed.weight is not None}
-        for address in [a for a, kept in self._kept.items() if kept() is not current.get(a)]:
-            self._forget(address)
-        for address in current.keys() - self._kept.keys():
-            weight, packed = current[address].weight, current[address]
-            self._keep(weight, packed.packed)
-            self._kept[address] = weakref.ref(packed, partial(self._forget, address))
-        self._ops.attnbackend_ops_packed_is_valid()
-
-    def _forget(self, address: int, _: object = None) -> None:
-        self._kept.pop(address, None)
-        self._ops.attnbackend_ops_forget_packed(c_void_p(address))
+    return serve

@@ -1,6 +1,6 @@
 // Entry points. Nothing here depends on Python or torch headers.
 #include "attention.h"
-#include "linear.h"
+#include "matmul.h"
 
 static int64_t tiles_of(const Item& item) { return (item.key1 - item.key0 + KT - 1) / KT; }
 

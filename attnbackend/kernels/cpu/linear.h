@@ -131,7 +131,7 @@ static const float* float_rows(const LinearArgs& a) {
   return buffer.data();
 }
 
-static void linear(const LinearArgs& a) {
+static void linear_few(const LinearArgs& a) {
   if (a.dtype == FLOAT32) return linear_of<F32>(a, static_cast<const float*>(a.x), a.x_row);
 #if defined(__AVX512BF16__)
   if (a.dtype == BFLOAT16) return linear_of<BF16Pairs>(a, static_cast<const uint16_t*>(a.x), a.x_row);

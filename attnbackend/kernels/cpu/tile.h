@@ -258,7 +258,7 @@ static inline void wide_products(const typename P::element* q, int64_t rows,
   for (int i = begin; i < end; ++i) {
     typename P::operand x[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) x[n] = P::get(q + i * rows + n * VW);
+    for (int n = 0; n < N; ++n) x[n] = in_register(P::get(q + i * rows + n * VW));
 #pragma GCC unroll 8
     for (int r = 0; r < KR; ++r) {
       const typename P::operand y = P::spread(key[r][i]);
@@ -306,7 +306,7 @@ static void wide_values(const typename P::element* p, int64_t rows, const typena
     for (int j = 0; j < count; ++j) {
       typename P::operand x[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) x[n] = P::get(p + j * rows + n * VW);
+      for (int n = 0; n < N; ++n) x[n] = in_register(P::get(p + j * rows + n * VW));
       const typename P::element* value = values[j] + i;
 #pragma GCC unroll 8
       for (int r = 0; r < KR; ++r) {

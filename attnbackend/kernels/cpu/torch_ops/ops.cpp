@@ -243,11 +243,7 @@ STABLE_TORCH_LIBRARY_IMPL(attnbackend, CPU, library) {
   library.impl("cpu_attn_kv_cache_update", &update);
   library.impl("cpu_mla_forward_mqa", &forward_mqa);
   library.impl("cpu_mla_mla_kv_cache_update", &mla_update);
-  library.impl("packed_linear", &linear);
-}
-
-STABLE_TORCH_LIBRARY_IMPL(attnbackend_python, CompositeExplicitAutograd, library) {
-  library.impl("keep_packed", &keep_packed);
+  library.impl("cpu_linear", &linear);
 }
 
 extern "C" {
@@ -257,10 +253,5 @@ const char* attnbackend_ops_kinds() {
   return kinds.c_str();
 }
 void attnbackend_ops_share(const Kernels* from_python) { kernels = *from_python; }
-void attnbackend_ops_serve_linear(int64_t serves) {
-  serves_linear = serves;
-  packed_is_valid = false;
-}
-void attnbackend_ops_packed_is_valid() { packed_is_valid = true; }
-void attnbackend_ops_forget_packed(const void* weight) { forget_packed(weight); }
+void attnbackend_ops_serve_linear(int64_t serves) { serves_linear = serves; }
 }
