@@ -11,7 +11,6 @@ from ctypes import CDLL, Structure, byref, c_void_p, cast
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attnbackend.kernels.cpu import BuildError, library, load_ops, unavailable_reason
