@@ -400,3 +400,18 @@ def test_writes_in_every_spelling_keep_copies(function: Callable[[Tensor], Tenso
     torch.testing.assert_close(compiled(x), function(before.clone()))
     assert torch.equal(x, before)
     assert not compiled.attnbackend_compiler.reports[0].changes, str(compiled.attnbackend_compiler)
+
+
+def test_a_copy_that_only_its_arguments_tell_of_stays() -> None:
+    """In export's graph ``to`` may give its argument itself, and with ``copy=True`` does not."""
+
+    class Copy(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            copy, same = x.to(torch.float32, copy=True), x.to(torch.float32)
+            return copy.add_(1) + same
+
+    program, x = torch.export.export(Copy(), (torch.rand(3),)), torch.rand(3)
+    before = x.clone()
+    PassManager([RemoveNoOps()]).run_on(program)
+    torch.testing.assert_close(program.module()(x), before * 2 + 1)
+    assert torch.equal(x, before)

@@ -294,7 +294,16 @@ def written_to_the_caller_s(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
     return to_float8(attend(scale * torch.ones(T, H, D), cache, out=q) / scale)
 
 
+def quantised_before(q: Tensor, cache: Tensor, scale: Tensor) -> Tensor:
+    """What the output's memory holds before the attention."""
+    out = torch.ones_like(q)
+    result = to_float8(out / scale)
+    attend(q, cache, out=out)
+    return result
+
+
 LEFT: dict[Step, str] = {
+    quantised_before: "comes before the attention",
     rounded: "is div, no step of a quantisation",
     whole_numbers: "converts to torch.int32",
     scale_written: "mul_ changes the scale",

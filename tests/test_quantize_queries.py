@@ -40,11 +40,12 @@ def _sdpa_quantises_its_queries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def attend(q: Tensor, k: Tensor, cache: Tensor, kv_cache_dtype: str = "fp8", **options: Any) -> Tensor:
     """Two requests of three and one tokens."""
-    out = torch.empty_like(k.repeat_interleave(H // K, 1))
+    given = {"key": k, "value": k, "output": torch.empty_like(k.repeat_interleave(H // K, 1))} | options
     starts, lens = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([20, 9], dtype=torch.int32)
     table = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
+    key, value, out = (given.pop(name) for name in ("key", "value", "output"))
     ops.attention(
-        q, k, k, cache, out, starts, lens, table, scale=0.2, kv_cache_dtype=kv_cache_dtype, **options
+        q, key, value, cache, out, starts, lens, table, scale=0.2, kv_cache_dtype=kv_cache_dtype, **given
     )
     return out
 
@@ -106,6 +107,15 @@ def test_what_is_left_alone_with_the_reason() -> None:
     def stored(q: Tensor, k: Tensor, cache: Tensor) -> Tensor:
         return attend(q.to(E4M3), k, cache)
 
+    def quantised(q: Tensor, k: Tensor, cache: Tensor) -> Tensor:
+        """Neither key nor output is of the model's type; an argument that is None is none."""
+        out = torch.empty(T, H, D, dtype=E4M3)
+        scales = torch.empty(T, H * D // 16)
+        attend(q, k, cache, key=None, value=None, output=out, output_scale=None, output_block_scale=scales)
+        return out
+
+    _, report, _ = run(quantised, given(), SelectBackend("TORCH_SDPA"))
+    assert "neither key nor output" in report, report
     _, report, _ = run(model_type, given(fp8=False), SelectBackend("TORCH_SDPA"))
     assert "TORCH_SDPA takes queries as they are for a cache of 'auto'" in report, report
     _, report, _ = run(stored, given(), SelectBackend("TORCH_SDPA"))

@@ -268,13 +268,54 @@ def through_float8(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(2, 3)).softmax(-1).to(torch.float8_e4m3fn).to(q.dtype) @ v
 
 
+def test_what_is_no_candidate_keeps_its_meaning() -> None:
+    check(through_float8, tensors(), recognised=False)
+
+
+def viewed_as_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Only rows that follow each other in memory are viewed so."""
+    return F.scaled_dot_product_attention(q, k, v).view(q.shape[0], -1)
+
+
 def products_by_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.matmul(input=(q @ k.transpose(2, 3)).softmax(-1), other=v)
+    turned = torch.transpose(input=k, dim0=2, dim1=3)
+    logits = torch.mul(input=torch.matmul(input=q, other=turned), other=0.5)
+    return torch.matmul(input=torch.softmax(input=logits, dim=-1), other=v)
 
 
-@pytest.mark.parametrize("function", [through_float8, products_by_name])
-def test_what_is_no_candidate_keeps_its_meaning(function: Attention) -> None:
-    check(function, tensors(), recognised=False)
+def scaled_by_a_size(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query=q, key=k, value=v, scale=q.shape[2] / 10)
+
+
+@pytest.mark.parametrize("function", [viewed_as_one, products_by_name, scaled_by_a_size, sdpa])
+def test_results_lie_in_memory_as_they_did(function: Attention) -> None:
+    check(function, given := tensors(), recognised=True)
+    passes = [RecogniseAttention(), SelectBackend("CPU_ATTN")]
+    compiled: Any = attnbackend.compile(function, passes=passes, compiler="aot_eager")
+    plain: Any = torch.compile(function, backend="aot_eager")
+    assert compiled(*given).stride() == plain(*given).stride()
+
+
+def test_a_scale_that_each_graph_has_its_own_is_left_alone() -> None:
+    given = tensors()
+    for x in given:
+        mark_dynamic(x, (2,))
+    assert "is no number" in check(scaled_by_a_size, given, recognised=False, dynamic=True)
+
+
+def test_types_that_no_backend_takes_are_left_alone() -> None:
+    given = [x.double() for x in tensors()]
+    assert "no attention backend can serve" in check(sdpa, given, recognised=False)
+
+
+def test_heads_that_change_places_are_not_taken_for_repeated_ones() -> None:
+    order = torch.tensor([1, 0])
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x[:, order, None].expand(2, K, H // K, 6, D).reshape(2, H, 6, D) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    check(function, tensors(kv_heads=K), recognised=True)
 
 
 def test_a_reshape_that_repeats_no_heads_is_kept() -> None:

@@ -12,7 +12,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attnbackend._torch_compat import same_size
-from attnbackend.fx_passes.forms import NoMatch, argument, name_of, operands, past_casts, rounds, shape_of
+from attnbackend.fx_passes.forms import (
+    NoMatch,
+    argument,
+    first,
+    name_of,
+    only_adds_dimensions,
+    operands,
+    pair_of,
+    past_casts,
+    rounds,
+    shape_of,
+)
 from attnbackend.fx_passes.nodes import tensor_of
 
 __all__ = ["AttentionForm", "is_candidate", "match_attention"]
@@ -38,9 +49,9 @@ def is_candidate(node: Node) -> bool:
     """Whether a node may be the end of attention: worth a match, or a reason why not."""
     if name_of(node) in ("scaled_dot_product_attention", "flex_attention"):
         return True
-    if name_of(node) not in _MATMULS or len(node.args) != 2:
+    if name_of(node) not in _MATMULS or None in pair_of(node):
         return False
-    return name_of(_past_dropout(node.args[0])) in ("softmax", "_softmax")
+    return name_of(_past_dropout(first(node))) in ("softmax", "_softmax")
 
 
 def match_attention(node: Node, graph_module: GraphModule) -> AttentionForm:
@@ -91,7 +102,10 @@ def _match_sdpa(node: Node) -> AttentionForm:
         raise NoMatch(f"its mask {mask} is a tensor, whose contents are not known")
     if dropout != 0.0 or not isinstance(causal, bool):
         raise NoMatch(f"dropout_p={dropout}, is_causal={causal}")
-    number: Any = 1 / math.sqrt(shape_of(query)[-1]) if scale is None else scale
+    size = shape_of(query)[-1:]
+    number: Any = 1 / math.sqrt(size[0]) if scale is None and size and isinstance(size[0], int) else scale
+    if not isinstance(number, (int, float)):
+        raise NoMatch(f"its scale {scale} is no number that all graphs have, for heads of size {size}")
     return AttentionForm(query, *_same_repeat(key, value), float(number), causal)
 
 
@@ -105,19 +119,19 @@ def _unrepeated(node: Node) -> Node:
     """Past [B, K, L, D] -> [B, K, n, L, D] -> [B, K * n, L, D]: each head n times in a row."""
     flat = node
     while name_of(flat) in ("contiguous", "clone"):
-        flat = flat.args[0]  # type: ignore[assignment]
+        flat = first(flat)
     if name_of(flat) in ("repeat_interleave",):
         dim = argument(flat, 2, "dim")
-        return flat.args[0] if dim in (1, -3) and isinstance(argument(flat, 1, "repeats"), int) else node  # type: ignore
+        return first(flat) if dim in (1, -3) and isinstance(argument(flat, 1, "repeats"), int) else node
     if name_of(flat) not in ("reshape", "view", "_unsafe_view", "flatten"):
         return node
-    wide: Any = flat.args[0]
+    wide: Any = first(flat)
     while name_of(wide) in ("clone", "contiguous"):
-        wide = wide.args[0]
+        wide = first(wide)
     if name_of(wide) != "expand" or len(shape_of(wide)) != 5:
         return node
-    narrow = wide.args[0]
-    source = narrow.args[0] if name_of(narrow) in ("unsqueeze", "getitem", "view", "reshape") else None
+    narrow = first(wide)
+    source = first(narrow) if _adds_a_dimension(narrow) else None
     if not isinstance(source, Node) or len(shape_of(source)) != 4:
         return node
     b, k, length, size = shape_of(source)
@@ -132,8 +146,14 @@ def _unrepeated(node: Node) -> Node:
     return source if is_repeat else node
 
 
+def _adds_a_dimension(node: Any) -> bool:
+    if name_of(node) == "getitem":
+        return only_adds_dimensions(node.args[1])
+    return name_of(node) in ("unsqueeze", "view", "reshape")
+
+
 def _match_by_hand(node: Node) -> AttentionForm:
-    weights, value = _past_dropout(node.args[0]), node.args[1]
+    weights, value = _past_dropout(first(node)), pair_of(node)[1]
     logits, dim = argument(weights, 0, "input"), argument(weights, 1, "dim")
     rank = len(shape_of(weights))
     if not isinstance(dim, int) or dim % rank != rank - 1:
@@ -150,7 +170,7 @@ def _past_dropout(node: Any) -> Any:
     """Past conversions, and dropout that drops nothing."""
     node = past_casts(node)
     while name_of(node) == "dropout" and _drops_nothing(node):
-        node = past_casts(node.args[0])
+        node = past_casts(first(node))
     return node
 
 
@@ -171,14 +191,14 @@ def _causal(logits: Any) -> tuple[Any, bool]:
             )
         if not _is_above_diagonal(hidden, shape_of(logits)[-2]):
             raise NoMatch(f"{hidden} is a mask whose contents are not known")
-        return logits.args[0], True
+        return first(logits), True
     return logits, False
 
 
 def _is_above_diagonal(mask: Any, queries: Any) -> bool:
     while name_of(mask) in ("bool", "to", "_to_copy"):
-        mask = mask.args[0]
-    if name_of(mask) != "triu" or argument(mask, 1, "diagonal", 0) != 1 or name_of(mask.args[0]) != "ones":
+        mask = first(mask)
+    if name_of(mask) != "triu" or argument(mask, 1, "diagonal", 0) != 1 or name_of(first(mask)) != "ones":
         return False
     shape = shape_of(mask)
     return len(shape) == 2 and all(same_size(size, queries) for size in shape)
@@ -192,7 +212,8 @@ def _soft_cap(logits: Any) -> tuple[Any, float]:
     for inner, cap in _number_and_other(logits):
         inner = _past_dropout(inner)
         if name_of(inner) == "tanh":
-            source, divisor = operands(_past_dropout(inner.args[0]), _either(inner.args[0], "div", "truediv"))
+            quotient = _past_dropout(first(inner))
+            source, divisor = operands(quotient, _either(quotient, "div", "truediv"))
             if divisor != cap:
                 raise NoMatch(f"{logits} caps by {cap} what was divided by {divisor}")
             return source, abs(float(cap))
@@ -215,10 +236,10 @@ def _scaled_product(logits: Any) -> tuple[Node, Node, float]:
         raise NoMatch(
             f"{logits} is {name_of(logits) or 'no call'} where a product of query and key is looked for"
         )
-    (query, own), (turned, other) = _factor(logits.args[0]), _factor(logits.args[1])
+    (query, own), (turned, other) = map(_factor, pair_of(logits))
     if name_of(turned) == "transpose":
         dims = sorted(argument(turned, i, f"dim{i - 1}") % 4 for i in (1, 2))
-        key: Any = turned.args[0] if dims == [2, 3] else None
+        key: Any = first(turned) if dims == [2, 3] else None
     else:
         key = None
     if key is None:
@@ -231,8 +252,9 @@ def _factor(node: Any) -> tuple[Any, float]:
     """Past a product with a number, or a quotient by one."""
     if name_of(node) == "mul" and (found := _number_and_other(node)):
         return found[0][0], float(found[0][1])
-    if name_of(node) in ("div", "truediv") and not rounds(node) and isinstance(node.args[1], (int, float)):
-        return node.args[0], 1.0 / node.args[1]
+    source, divisor = pair_of(node)
+    if name_of(node) in ("div", "truediv") and not rounds(node) and isinstance(divisor, (int, float)):
+        return source, 1.0 / divisor
     return node, 1.0
 
 

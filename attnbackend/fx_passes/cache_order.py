@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from attnbackend._torch_compat import FUNCTIONALIZED
 from attnbackend.fx_passes.call_marks import Marker, Marks, moved
-from attnbackend.fx_passes.forms import SAME_ELEMENTS, name_of
+from attnbackend.fx_passes.forms import SAME_ELEMENTS, first, name_of
 from attnbackend.fx_passes.memory import Memory
 from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of, written_by
 
@@ -139,8 +139,8 @@ def _what(node: Node, op: OpNode | None, writes: bool) -> str:
 
 def _unchanged(slots: Any) -> Any:
     """What the slots were before copies and changes of shape; a part of them is another thing."""
-    while name_of(slots) in SAME_ELEMENTS and _elements(slots) == _elements(slots.args[0]):
-        slots = slots.args[0]
+    while name_of(slots) in SAME_ELEMENTS and _elements(slots) == _elements(first(slots)):
+        slots = first(slots)
     return slots
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from attnbackend._torch_compat import fake_mode_of, makes_sizes, same_size, trace_fake
@@ -18,10 +18,15 @@ __all__ = [
     "emit_again",
     "emit_view",
     "first_write_between",
+    "has_layout_of",
     "insert_traced",
+    "made_contiguous",
     "nodes_between",
     "remove_unused",
     "restrided",
+    "result_of",
+    "set_values",
+    "traced_calls",
 ]
 
 aten = torch.ops.aten
@@ -44,8 +49,12 @@ def emit(graph: Graph, target: Any, *args: Any, like: Node, **kwargs: Any) -> No
         return x.meta.get("val", x.meta.get("example_value"))
 
     fake_args, fake_kwargs = map_arg(args, value), map_arg(kwargs, value)
-    with fake_mode_of(fake_args, fake_kwargs):
-        node.meta[key] = target(*fake_args, **fake_kwargs)
+    try:
+        with fake_mode_of(fake_args, fake_kwargs):
+            node.meta[key] = target(*fake_args, **fake_kwargs)
+    except BaseException:
+        graph.erase_node(node)
+        raise
     return node
 
 
@@ -79,25 +88,36 @@ def emit_view(graph: Graph, view: Viewed, like: Node) -> Node:
     return node
 
 
-def insert_traced(
-    graph: Graph, function: Callable[..., torch.Tensor], nodes: Sequence[Node], *, like: Node
-) -> Node:
-    """The calls that ``function`` makes, given what ``nodes`` stand for, at the graph's insertion point.
+def traced_calls(function: Callable[..., torch.Tensor], nodes: Sequence[Node]) -> GraphModule:
+    """The calls that ``function`` makes, given what ``nodes`` stand for."""
+    with torch.no_grad():
+        return trace_fake(function, [tensor_of(node) for node in nodes])
+
+
+def result_of(traced: GraphModule) -> Any:
+    """What `traced_calls` give, without data."""
+    return tensor_of(_result_node(traced.graph.output_node()))
+
+
+def _result_node(output: Node) -> Node:
+    result: Any = output.args[0]
+    return result if isinstance(result, Node) else result[0]
+
+
+def insert_traced(graph: Graph, traced: GraphModule, nodes: Sequence[Node], *, like: Node) -> Node:
+    """Puts `traced_calls`, given ``nodes``, at the graph's insertion point.
 
     Returns:
-        The node of its result.
+        The node of their result.
     """
     key = "val" if "val" in like.meta else "example_value"
-    with torch.no_grad():
-        traced = trace_fake(function, [node.meta[key] for node in nodes])
     copies: dict[Node, Node] = {}
     inputs = iter(nodes)
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             copies[node] = next(inputs)
         elif node.op == "output":
-            (result,) = node.args if isinstance(node.args[0], Node) else node.args[0]
-            return copies[result]
+            return copies[_result_node(node)]
         else:
             assert node.op == "call_function", (
                 f"{node.format_node()}: functions that are inserted hold no data"
@@ -166,7 +186,7 @@ def restrided(graph: Graph, changed: Mapping[Node, Any]) -> dict[Node, Any]:
             continue  # Elements that it picks lie anew, wherever they lay.
         value = _evaluated(node, new)
         _check_same(node, before, value)
-        if _layouts(value) != _layouts(before):
+        if not has_layout_of(value, before):
             new[node] = value
     return new
 
@@ -216,10 +236,36 @@ def _check_same(node: Node, before: Any, after: Any) -> None:
             raise NoMatch(f"{node} would be {after.dtype} {tuple(after.shape)}, not {before.dtype} as it is")
 
 
-def _layouts(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_layouts(part) for part in value]
-    return (value.stride(), value.storage_offset()) if isinstance(value, torch.Tensor) else None
+def has_layout_of(a: Any, b: Any) -> bool:
+    """Whether the elements of two values, equal but for that, surely lie in the same way."""
+    if isinstance(a, (list, tuple)):
+        return all(map(has_layout_of, a, b))
+    if not isinstance(a, torch.Tensor):
+        return True
+    places = ((*x.stride(), x.storage_offset()) for x in (a, b))
+    return all(map(same_size, *places))
+
+
+def made_contiguous(graph: Graph, nodes: Iterable[Node]) -> dict[Node, Any]:
+    """What nodes stand for, if ``nodes`` are contiguous from now on, where that is another thing than before.
+
+    Raises:
+        NoMatch: somebody could tell; says who.
+    """
+    new = {}
+    for node in nodes:
+        value = tensor_of(node)
+        with fake_mode_of(value):
+            contiguous = value.new_empty(value.shape)
+        if not has_layout_of(value, contiguous):
+            new[node] = contiguous
+    return {node: value for node, value in restrided(graph, new).items() if node not in new}
+
+
+def set_values(values: Mapping[Node, Any]) -> None:
+    """Writes down what nodes stand for."""
+    for node, value in values.items():
+        node.meta["val" if "val" in node.meta else "example_value"] = value
 
 
 def remove_unused(graph: Graph, nodes: Iterable[Node]) -> None:

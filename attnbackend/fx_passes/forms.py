@@ -17,9 +17,12 @@ __all__ = [
     "NoMatch",
     "Viewed",
     "argument",
+    "first",
     "last_range",
     "name_of",
+    "only_adds_dimensions",
     "operands",
+    "pair_of",
     "past_casts",
     "rounds",
     "same_memory",
@@ -50,6 +53,22 @@ def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
+def first(node: Any) -> Any:
+    """What a call is applied to, whether it is given by place or by name; None: nothing."""
+    if not isinstance(node, Node) or node.args:
+        return node.args[0] if isinstance(node, Node) else None
+    return next((node.kwargs[name] for name in _FIRST if name in node.kwargs), None)
+
+
+_FIRST = ("input", "self", "tensor", "tensors")
+
+
+def pair_of(node: Any) -> tuple[Any, Any]:
+    """The two sides of a call that has two; None for one that is not given."""
+    second = argument(node, 1, "other", node.kwargs.get("mat2")) if isinstance(node, Node) else None
+    return first(node), second
+
+
 def shape_of(node: Any) -> Sequence[Any]:
     value = tensor_of(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
@@ -57,8 +76,8 @@ def shape_of(node: Any) -> Sequence[Any]:
 
 def past_casts(node: Any) -> Any:
     """Past conversions between floating-point types of 16 bits or more, which round at most."""
-    while name_of(node) in _CASTS and _is_wide(node) and _is_wide(node.args[0]):
-        node = node.args[0]
+    while name_of(node) in _CASTS and _is_wide(node) and _is_wide(first(node)):
+        node = first(node)
     return node
 
 
@@ -68,7 +87,7 @@ def _is_wide(node: Any) -> bool:
     return bool(dtype.is_floating_point) and dtype.itemsize > 1
 
 
-_CASTS = ("to", "_to_copy", "float", "type_as", "convert_element_type")
+_CASTS = ("to", "_to_copy", "float", "half", "bfloat16", "type", "type_as", "convert_element_type")
 
 
 def operands(node: Any, name: str) -> tuple[Any, Any]:
@@ -77,10 +96,11 @@ def operands(node: Any, name: str) -> tuple[Any, Any]:
     Raises:
         NoMatch: the node is another call, or has a factor besides.
     """
-    is_plain = isinstance(node, Node) and len(node.args) == 2 and not rounds(node)
+    pair = pair_of(node)
+    is_plain = None not in pair and len(node.args) <= 2 and not rounds(node)
     if name_of(node) != name or not is_plain or node.kwargs.get("alpha", 1) != 1:
         raise NoMatch(f"{node} is {name_of(node) or 'no call'} where {name} is looked for")
-    return node.args[0], node.args[1]
+    return pair
 
 
 def rounds(node: Node) -> bool:
@@ -123,7 +143,7 @@ def view_source(node: Node) -> Viewed:
 
 
 def _view_step(node: Node) -> Viewed | None:
-    source = node.args[0] if isinstance(node, Node) and node.args else None
+    source = first(node)
     if not isinstance(source, Node) or not isinstance(tensor_of(source), torch.Tensor):
         return None
     name, rank = name_of(node), len(shape_of(source))
@@ -140,7 +160,7 @@ def _view_step(node: Node) -> Viewed | None:
         if not _is_one(shape_of(source)[dim]):
             return None
         del axes[dim]
-    elif name in _SAME_ELEMENTS or (name == "getitem" and _only_adds_dimensions(node.args[1])):
+    elif name in _SAME_ELEMENTS or (name == "getitem" and only_adds_dimensions(node.args[1])):
         return _reshape_step(node, source)
     else:
         return None
@@ -154,7 +174,7 @@ SAME_ELEMENTS = _SAME_ELEMENTS | {"contiguous", "clone", "detach", "alias", "to"
 """Calls whose result, where it has as many elements and their type, has the same ones in the same order."""
 
 
-def _only_adds_dimensions(index: Any) -> bool:
+def only_adds_dimensions(index: Any) -> bool:
     """Whether ``x[index]`` has all elements of x."""
     return isinstance(index, tuple) and all(i is None or i is Ellipsis or i == slice(None) for i in index)
 
@@ -217,7 +237,7 @@ def last_range(node: Any) -> tuple[Node, int, int]:
     elif name == "getitem" and isinstance(node.args[1], tuple):
         found = _indexed(node)
     elif name == "alias":
-        found = node.args[0], 0, shape_of(node)[-1]
+        found = first(node), 0, shape_of(node)[-1]
     elif name == "narrow":
         dim, start, length = (argument(node, i + 1, n) for i, n in enumerate(("dim", "start", "length")))
         found = _sliced(node, dim, start, start + length) if isinstance(start, int) else None
@@ -229,15 +249,15 @@ def last_range(node: Any) -> tuple[Node, int, int]:
 
 
 def _sliced(node: Node, dim: int, start: Any, stop: Any) -> tuple[Node, int, int] | None:
-    source = node.args[0]
+    source = first(node)
     assert isinstance(source, Node)
     shape = shape_of(source)
     size, start = shape[-1], 0 if start is None else start
     stop = size if stop is None else stop
     if dim % len(shape) != len(shape) - 1 or not all(isinstance(n, int) for n in (size, start, stop)):
         return None
-    first, last, _ = slice(start, stop).indices(size)
-    return source, first, last
+    begin, end, _ = slice(start, stop).indices(size)
+    return source, begin, end
 
 
 def _indexed(node: Node) -> tuple[Node, int, int] | None:
@@ -254,7 +274,7 @@ def _indexed(node: Node) -> tuple[Node, int, int] | None:
 
 
 def _piece(cut: Node, index: Any) -> tuple[Node, int, int] | None:
-    source = cut.args[0]
+    source = first(cut)
     names = ("split_size_or_sections", "split_size", "split_sizes", "chunks")
     sizes: Any = next(s for name in names if (s := argument(cut, 1, name)) is not None)
     whole, dim = shape_of(source), argument(cut, 2, "dim", 0)

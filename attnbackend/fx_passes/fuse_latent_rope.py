@@ -14,7 +14,15 @@ from torch.fx import Graph, GraphModule, Node
 from attnbackend.backends.mla.common import MLACommonBackend
 from attnbackend.fx_passes.base import Change, GraphPass, PassReport, Stage
 from attnbackend.fx_passes.cache_writes import fuse_cache_writes, next_reader
-from attnbackend.fx_passes.edits import emit, emit_view, first_write_between, nodes_between, remove_unused
+from attnbackend.fx_passes.edits import (
+    emit,
+    emit_view,
+    first_write_between,
+    made_contiguous,
+    nodes_between,
+    remove_unused,
+    set_values,
+)
 from attnbackend.fx_passes.forms import NoMatch, Viewed, name_of
 from attnbackend.fx_passes.nodes import OpNode, tensor_of
 from attnbackend.fx_passes.pair_forms import TurnedPairs, match_turned_pairs
@@ -127,6 +135,7 @@ def _check_order(match: _Match) -> None:
 def _fuse(graph: Graph, match: _Match) -> Change:
     write, given = match.write.node, match.write.arguments()
     inner = nodes_between(match.outputs, match.inputs)
+    follows = made_contiguous(graph, match.outputs)
     with graph.inserting_before(write):
         results = _emit_op(graph, match, given)
         new = [
@@ -134,6 +143,7 @@ def _fuse(graph: Graph, match: _Match) -> Change:
         ]
     for before, after in zip(match.outputs, new, strict=True):
         before.replace_all_uses_with(after, delete_user_cb=lambda user: user > write)
+    set_values(follows)
     before_name = match.write.op.name()
     graph.erase_node(write)
     remove_unused(graph, inner)

@@ -87,6 +87,8 @@ def _check_memory(memory: Memory, op: OpNode, found: Quantization) -> None:
         reads = any(memory.key(value) == key for value in node.all_input_nodes)
         if after and reads and node not in steps and not memory.hands_on(node):
             raise NoMatch(f"{node} reads its output too")
+        if node in steps and not after and not memory.hands_on(node):
+            raise NoMatch(f"{node} comes before the attention, and takes what its output was then")
         after = after or node is op.node
     if not found.group and (write := memory.first_write(op.node, found.end, [found.scale])):
         raise NoMatch(f"{write} changes the scale {found.scale} after the attention")

@@ -13,7 +13,15 @@ from attnbackend.backends.standard import StandardCacheBackend
 from attnbackend.backends.two_phase import TwoPhaseBackend
 from attnbackend.fx_passes.base import Change, GraphPass, PassReport, Stage
 from attnbackend.fx_passes.cache_writes import fuse_cache_writes, next_reader
-from attnbackend.fx_passes.edits import emit, emit_view, first_write_between, nodes_between, remove_unused
+from attnbackend.fx_passes.edits import (
+    emit,
+    emit_view,
+    first_write_between,
+    made_contiguous,
+    nodes_between,
+    remove_unused,
+    set_values,
+)
 from attnbackend.fx_passes.forms import NoMatch, Viewed, name_of
 from attnbackend.fx_passes.nodes import OpNode, tensor_of
 from attnbackend.fx_passes.rope_forms import RotatedHeads, match_rotated_heads
@@ -118,11 +126,13 @@ def _fuse(graph: Graph, match: _Match) -> Change:
     given, write = match.write.arguments(), match.write.node
     inner = _inner_nodes(match)
     old = match.reader.arguments()["query"], given["key"]
+    follows = made_contiguous(graph, old)
     with graph.inserting_before(write):
         both = _emit_op(graph, match, given)
         new = [emit(graph, operator.getitem, both, place, like=write) for place in range(2)]
     for before, after in zip(old, new, strict=True):
         before.replace_all_uses_with(after, delete_user_cb=lambda user: user > write)
+    set_values(follows)
     before_name = match.write.op.name()
     graph.erase_node(write)
     remove_unused(graph, inner)

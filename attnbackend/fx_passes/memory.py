@@ -10,7 +10,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attnbackend._torch_compat import FUNCTIONALIZED, StorageRef
-from attnbackend.fx_passes.nodes import schemas_of, wrapped_op, written_by
+from attnbackend.fx_passes.edits import has_layout_of
+from attnbackend.fx_passes.forms import name_of
+from attnbackend.fx_passes.nodes import named_arguments, schemas_of, tensor_of, wrapped_op, written_by
 
 __all__ = ["Memory"]
 
@@ -65,7 +67,7 @@ class Memory:
             storages.setdefault(storage, self._keys[node])
 
     def _shares(self, source: Node, node: Node, storage: StorageRef | None) -> bool:
-        if source in node.args[:1] and _is_view(node):
+        if source in node.args[:1] and _is_view(node) and not _copies(node, source):
             return True  # Whatever its fake tensor says: that may be of a form that the graph had before.
         other = _storage(source)
         return storage is not None and other is not None and storage == other
@@ -100,6 +102,15 @@ def _is_view(node: Node) -> bool:
     if not schemas:
         return getattr(node.target, "__name__", "") == "getitem" and not _picks_elements(node.args[1])
     return all(any(r.alias_info and not r.alias_info.is_write for r in s.returns) for s in schemas)
+
+
+def _copies(node: Node, source: Node) -> bool:
+    """Whether a call that gives its argument itself, where that will do, gives a copy instead."""
+    if name_of(node) not in ("to", "contiguous"):
+        return False
+    a, b = tensor_of(source), tensor_of(node)
+    is_told = any(named_arguments(node, schema).get("copy") is True for schema in schemas_of(node.target))
+    return is_told or a.dtype != b.dtype or a.device != b.device or not has_layout_of(a, b)
 
 
 def _picks_elements(index: Any) -> bool:

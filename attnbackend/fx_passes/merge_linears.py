@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from attnbackend._torch_compat import FakeTensor, fake_mode_of
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport
-from attnbackend.fx_passes.edits import emit, restrided
+from attnbackend.fx_passes.edits import emit, restrided, set_values
 from attnbackend.fx_passes.forms import NoMatch
 from attnbackend.fx_passes.nodes import may_write, tensor_of
 from attnbackend.ops.merged_linear import merged_linear
@@ -113,8 +113,7 @@ def _merge(graph: Graph, nodes: list[Node], names: str) -> Change:
     for node, share in zip(nodes, shares, strict=True):
         node.replace_all_uses_with(share)
         graph.erase_node(node)
-    for node, value in restrided(graph, {share: tensor_of(share) for share in shares}).items():
-        node.meta["val" if "val" in node.meta else "example_value"] = value
+    set_values(restrided(graph, {share: tensor_of(share) for share in shares}))
     return Change(names, f"{len(nodes)} x linear", merged_linear.name(), f"all read {x.name}")
 
 

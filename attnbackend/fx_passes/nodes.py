@@ -13,7 +13,16 @@ from torch.fx.node import map_arg
 
 from attnbackend._torch_compat import FUNCTIONALIZED
 
-__all__ = ["OpNode", "find_ops", "may_write", "schemas_of", "tensor_of", "wrapped_op", "written_by"]
+__all__ = [
+    "OpNode",
+    "find_ops",
+    "may_write",
+    "named_arguments",
+    "schemas_of",
+    "tensor_of",
+    "wrapped_op",
+    "written_by",
+]
 
 
 class OpNode(NamedTuple):
@@ -31,10 +40,10 @@ class OpNode(NamedTuple):
 
         Of a wrapped op's written arguments the base is given, which may be larger than the argument.
         """
+        if not self.is_wrapped:
+            return named_arguments(self.node, self.op._schema)
         given = dict(self.node.kwargs)
         names = [argument.name for argument in self.op._schema.arguments]
-        if not self.is_wrapped:
-            return {**dict(zip(names, self.node.args, strict=False)), **given}
         bases: Any = given.get("_all_bases", ())
         for name in names:
             index = given.get(f"_{name}_base_index")
@@ -105,8 +114,13 @@ def schemas_of(target: Any) -> list[Any]:
 
 
 def _written_values(node: Node, schema: Any) -> list[Any]:
-    named = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    named = named_arguments(node, schema)
     return [named.get(a.name) for a in _written_arguments(schema)]
+
+
+def named_arguments(node: Node, schema: Any) -> dict[str, Any]:
+    """What a call of an op is given, by the names in its schema; defaults left out."""
+    return dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
 
 
 def _nodes_in(value: Any) -> list[Node]:

@@ -8,13 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from attnbackend.fx_passes.forms import ASSERTION, NoMatch, argument, name_of, rounds, shape_of
+from attnbackend.fx_passes.forms import (
+    ASSERTION,
+    NoMatch,
+    argument,
+    first,
+    name_of,
+    pair_of,
+    rounds,
+    shape_of,
+)
 from attnbackend.fx_passes.nodes import tensor_of
 
 __all__ = ["Quantization", "match_quantization"]
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_CASTS = {"to", "_to_copy", "float", "type", "convert_element_type"}
+_CASTS = {"to", "_to_copy", "float", "half", "bfloat16", "type", "convert_element_type"}
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"}
 _LARGEST_FLOOR = 1e-6
 """A floor under magnitudes up to this guards against division by 0 and does no more."""
@@ -133,13 +142,13 @@ def _given_scale(source: Node, user: Node) -> _Scaling:
 
 def _divisor(node: Node, source: Node) -> Node:
     """The scale by which ``source`` is divided, or by whose reciprocal it is multiplied."""
-    a, b = (*node.args, None)[:2]
+    a, b = pair_of(node)
     if name_of(node) != "mul":
         other = b if a is source else None
     else:
         factor = b if a is source else a
         is_reciprocal = name_of(factor) == "reciprocal"
-        other = factor.args[0] if is_reciprocal and isinstance(factor, Node) else None
+        other = first(factor) if is_reciprocal else None
     if not isinstance(other, Node):
         raise NoMatch(f"{node} neither divides by a scale nor multiplies by the reciprocal of one")
     return other
@@ -176,10 +185,10 @@ def _scales_of(scale: Node, magnitudes: Node) -> tuple[tuple[Node, ...], float]:
         node, factor = _scale_step(node)
         divisor /= factor
     path.append(node)
-    of: Any = node.args[0]
+    of: Any = first(node)
     while isinstance(of, Node) and of is not magnitudes and _is_cast(of):
         path.append(of)
-        of = of.args[0]
+        of = first(of)
     if of is not magnitudes or not _is_of_last(node):
         raise NoMatch(f"{node} is no largest magnitude of each group of the last dimension")
     scales = path[: next(i for i, n in enumerate(path) if _is_scaling_step(n)) + 1] if divisor != 1 else path
@@ -198,14 +207,14 @@ def _scale_step(node: Node) -> tuple[Node, float]:
     """What a step of a scale's computation starts from, and the factor that it applies."""
     name = name_of(node)
     if _is_cast(node):
-        return node.args[0], 1.0  # type: ignore[return-value]
+        return first(node), 1.0
     if _is_scaling_step(node):
-        number: Any = node.args[1]
-        return node.args[0], number if name == "mul" else 1.0 / number  # type: ignore[return-value]
+        source, number = pair_of(node)
+        return source, number if name == "mul" else 1.0 / number
     if name in ("clamp", "clip", "clamp_min") and argument(node, 2, "max") is None:
         floor = argument(node, 1, "min")
         if isinstance(floor, float) and 0 <= floor <= _LARGEST_FLOOR:
-            return node.args[0], 1.0  # type: ignore[return-value]
+            return first(node), 1.0
         raise NoMatch(f"{node} puts {floor} under the scales, more than a guard against division by 0")
     if name == "where":
         test, one, value = (argument(node, i, n) for i, n in enumerate(("condition", "input", "other")))
@@ -215,12 +224,12 @@ def _scale_step(node: Node) -> tuple[Node, float]:
 
 
 def _is_scaling_step(node: Node) -> bool:
-    numbers = len(node.args) == 2 and isinstance(node.args[1], (int, float))
-    return numbers and name_of(node) in ("div", "truediv", "mul") and not rounds(node)
+    is_by_number = isinstance(pair_of(node)[1], (int, float))
+    return is_by_number and name_of(node) in ("div", "truediv", "mul") and not rounds(node)
 
 
 def _is_zero_test(test: Any, value: Any) -> bool:
-    return name_of(test) in ("eq", "__eq__") and test.args[0] is value and argument(test, 1, "other") == 0
+    return name_of(test) in ("eq", "__eq__") and first(test) is value and argument(test, 1, "other") == 0
 
 
 def _is_of_last(node: Node) -> bool:

@@ -57,7 +57,8 @@ def _query_dtype(op: OpNode) -> torch.dtype:
         raise NoMatch(f"{site.backend} takes queries as they are for a cache of {site.kv_cache_dtype!r}")
     if tensor_of(given["query"]).dtype is dtype:
         raise NoMatch("the query is quantised already")
-    if given.get("key") is None and given.get("output_scale", given.get("output_block_scale")) is not None:
+    is_quantized = any(given.get(name) is not None for name in ("output_scale", "output_block_scale"))
+    if given.get("key") is None and is_quantized:
         raise NoMatch("neither key nor output would have the model's type beside a quantised query")
     config = replace(site.config, has_quantized_query=True)
     if reasons := backend_reasons(site.backend, config):

@@ -10,13 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from attnbackend._torch_compat import add_buffer, same_size
 from attnbackend.fx_passes.attention_forms import AttentionForm, is_candidate, match_attention
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
-from attnbackend.fx_passes.edits import insert_traced, remove_unused
+from attnbackend.fx_passes.edits import (
+    emit,
+    has_layout_of,
+    insert_traced,
+    remove_unused,
+    restrided,
+    result_of,
+    set_values,
+    traced_calls,
+)
 from attnbackend.fx_passes.forms import NoMatch, name_of, shape_of
 from attnbackend.fx_passes.memory import Memory
 from attnbackend.fx_passes.nodes import tensor_of
@@ -67,11 +77,10 @@ class RecogniseAttention(GraphPass):
                 form = match_attention(node, graph_module)
                 if not form.takes_pair:
                     _check_writes(graph_module, node, form)
-                emit = self._paged(graph_module, form, len(changes)) if self.paged else _dense(form)
+                how = self._paged(graph_module, form, len(changes)) if self.paged else _dense(form)
+                changes.append(_replace(graph_module.graph, node, form, *how))
             except NoMatch as no:
                 misses.append(NearMiss(node.name, "agnostic attention", (str(no),)))
-                continue
-            changes.append(_replace(graph_module.graph, node, form, *emit))
         if changes:
             graph_module.recompile()
         return PassReport(self.name, tuple(changes), tuple(misses))
@@ -163,19 +172,52 @@ def _between(node: Node, form: AttentionForm) -> set[Node]:
     return found
 
 
+def _results(pair: Node) -> list[Node]:
+    for user in pair.users:
+        if user.target is not operator.getitem or (user.args[1] != 0 and user.users):
+            raise NoMatch(f"{user} reads more of {pair} than its output")
+    return [user for user in pair.users if user.args[1] == 0]
+
+
+def _trace(attend: Callable[..., Tensor], given: list[Node]) -> GraphModule:
+    try:
+        return traced_calls(attend, given)
+    except ValueError as error:  # sizes or types that no backend takes
+        raise NoMatch(str(error).partition(". Tried")[0]) from error
+
+
+def _follows(graph: Graph, ends: list[Node], value: Tensor) -> dict[Node, Any] | None:
+    """What follows from ``ends`` lying as ``value`` does; None: it must be made contiguous, as they are.
+
+    Raises:
+        NoMatch: neither will do.
+    """
+    if all(has_layout_of(tensor_of(end), value) for end in ends):
+        return {}
+    try:
+        found = restrided(graph, dict.fromkeys(ends, value))
+    except NoMatch:
+        if all(has_layout_of(tensor_of(end), tensor_of(end).new_empty(value.shape)) for end in ends):
+            return None
+        raise
+    return {node: value for node, value in found.items() if node not in ends}
+
+
 def _replace(
     graph: Graph, node: Node, form: AttentionForm, attend: Callable[..., Tensor], rest: list[Node]
 ) -> Change:  # fmt: skip
+    given = [form.query, form.key, form.value, *rest]
+    traced = _trace(attend, given)
+    ends = _results(node) if form.takes_pair else [node]
+    follows = _follows(graph, ends, result_of(traced))
     with graph.inserting_before(node):
-        out = insert_traced(graph, attend, [form.query, form.key, form.value, *rest], like=form.query)
-    if form.takes_pair:
-        firsts = [u for u in node.users if u.target is operator.getitem and u.args[1] == 0]
-        for first in firsts:
-            first.replace_all_uses_with(out)
-        remove_unused(graph, [node, *node.users])
-    else:
-        node.replace_all_uses_with(out)
-        remove_unused(graph, _between(node, form))
+        out = insert_traced(graph, traced, given, like=form.query)
+        if follows is None:
+            out = emit(graph, torch.ops.aten.contiguous.default, out, like=form.query)
+    set_values(follows or {})
+    for end in ends:
+        end.replace_all_uses_with(out)
+    remove_unused(graph, [node, *node.users] if form.takes_pair else _between(node, form))
     what = (
         "softmax(Q K^T) V" if name_of(node) not in ("flex_attention", "scaled_dot_product_attention") else ""
     )

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from attnbackend._torch_compat import same_size
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
-from attnbackend.fx_passes.forms import name_of
+from attnbackend.fx_passes.forms import first, name_of
 from attnbackend.fx_passes.memory import Memory
 from attnbackend.fx_passes.nodes import written_by
 
@@ -43,7 +43,7 @@ class RemoveNoOps(GraphPass):
         for node in list(graph.nodes):
             reason = _reason_to_keep(node, memory, written, returned)
             if reason is None:
-                source: Any = node.args[0]
+                source = first(node)
                 changes.append(Change(node.name, name_of(node), source.name, "it changes nothing"))
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
@@ -58,7 +58,7 @@ class RemoveNoOps(GraphPass):
 def _reason_to_keep(node: Node, memory: Memory, written: set[str], returned: set[str]) -> str | None:
     """None: the node can go. "": it is nothing of the kind."""
     name = name_of(node)
-    source = node.args[0] if node.args else None
+    source = first(node)
     if name not in _VIEWS | _COPIES or not isinstance(source, Node) or not _is_same(node, source):
         return ""
     if any(user.op == "output" for user in node.users):
@@ -83,16 +83,16 @@ def _is_same(node: Node, source: Node) -> bool:
 
 
 def _join_splits(graph_module: GraphModule) -> Iterator[Change]:
-    first: dict[Any, Node] = {}
+    cuts: dict[Any, Node] = {}
     for node in list(graph_module.graph.nodes):
         if written_by(node):
-            first.clear()
-        if name_of(node) not in _SPLITS or not isinstance(node.args[0], Node):
+            cuts.clear()
+        if name_of(node) not in _SPLITS or not isinstance(first(node), Node):
             continue
         key = (node.target, repr(node.args), repr(node.kwargs))
-        if key in first:
-            yield Change(node.name, name_of(node), first[key].name, "the same parts of the same value")
-            node.replace_all_uses_with(first[key])
+        if key in cuts:
+            yield Change(node.name, name_of(node), cuts[key].name, "the same parts of the same value")
+            node.replace_all_uses_with(cuts[key])
             graph_module.graph.erase_node(node)
         else:
-            first[key] = node
+            cuts[key] = node

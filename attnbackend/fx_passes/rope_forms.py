@@ -15,6 +15,7 @@ from attnbackend.fx_passes.forms import (
     NoMatch,
     Viewed,
     argument,
+    first,
     last_range,
     name_of,
     operands,
@@ -146,7 +147,7 @@ def _match_turn(node: Node) -> tuple[Node, int]:
     negated, second = joined(node)
     if name_of(negated) != "neg":
         raise NoMatch(f"{negated} is {name_of(negated) or 'no call'} where neg is looked for")
-    source, start, stop = last_range(negated.args[0])
+    source, start, stop = last_range(first(negated))
     size = shape_of(source)[-1]
     if (start, stop) != (size // 2, size) or last_range(second) != (source, 0, size // 2):
         raise NoMatch(f"{node} does not turn the halves of {source}")
@@ -205,7 +206,7 @@ def match_norm(node: Node) -> Norm | None:
 
 
 def _norm_call(node: Node) -> Norm | None:
-    source, weight = node.args[0], argument(node, 2, "weight")
+    source, weight = first(node), argument(node, 2, "weight")
     assert isinstance(source, Node)
     sizes = list(argument(node, 1, "normalized_shape"))
     eps = argument(node, 3, "eps")
@@ -226,7 +227,7 @@ def _norm_by_hand(node: Node) -> Norm:
         for x, root in both_ways(operands(past_casts(scaled), "mul")):
             if name_of(root) == "rsqrt":
                 source = past_casts(x)
-                eps = _mean_square_eps(root.args[0], x)
+                eps = _mean_square_eps(first(root), x)
                 if tensor_of(source).dtype == tensor_of(node).dtype:
                     return Norm(source, weight, eps)
     raise NoMatch(f"{node} is no norm")
@@ -240,7 +241,7 @@ def _mean_square_eps(total: Any, x: Any) -> float | Node:
     dims = list(dims) if isinstance(dims, (list, tuple)) else [dims]
     if [dim % len(shape_of(x)) for dim in dims] != [len(shape_of(x)) - 1] or not argument(mean, 2, "keepdim"):
         raise NoMatch(f"{mean} is no mean of the last dimension")
-    squares = mean.args[0]
+    squares = first(mean)
     factors = squares.args if isinstance(squares, Node) else ()
     if (name_of(squares), factors) not in (("pow", (x, 2)), ("mul", (x, x)), ("square", (x,))):
         raise NoMatch(f"{squares} are no squares of {x}")
