@@ -184,9 +184,12 @@ def rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return x_THD * cos_TD[:, None] + turn(x_THD) * sin_TD[:, None]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: BatchTensors, **options: Any) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: BatchTensors, like_query: bool = False,
+    **options: Any,
+) -> Tensor:  # fmt: skip
     ops.kv_cache_update(k, v, cache, batch.slot_mapping)
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if like_query else q.new_empty(q.shape)
     ops.attention(
         q, k, v, cache, out, batch.query_start_loc, batch.seq_lens, batch.block_table, scale=0.2, **options
     )
@@ -237,12 +240,17 @@ def plain(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
     return attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, batch)
 
 
-def model_layout(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+def model_layout(q, k, v, cos, sin, cache, batch, like_query=False):  # type: ignore[no-untyped-def]
     """Requests, heads, tokens, elements, as transformers has it."""
     q4, k4, v4 = (x[None].transpose(1, 2) for x in (q, k, v))
     cos4, sin4 = cos[None].unsqueeze(1), sin[None].unsqueeze(1)
     q4, k4 = (sin4 * turn_chunks(x) + x * cos4 for x in (q4, k4))
-    return attend(*(x[0].transpose(0, 1) for x in (q4, k4, v4)), cache, batch)
+    return attend(*(x[0].transpose(0, 1) for x in (q4, k4, v4)), cache, batch, like_query)
+
+
+def reshaped(*given):  # type: ignore[no-untyped-def]
+    """The output lies as the query did, and after the pass as the fused op gives it."""
+    return model_layout(*given, like_query=True).transpose(0, 1).reshape(-1)
 
 
 def partial(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
@@ -264,7 +272,7 @@ def norms(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
     return attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, batch)
 
 
-@pytest.mark.parametrize("step", [plain, model_layout, partial, norms])
+@pytest.mark.parametrize("step", [plain, model_layout, reshaped, partial, norms])
 def test_forms_that_are_fused(step: Step) -> None:
     report = check(step, fused=True)
     assert ("2 head norms" in report) == (step is norms)
@@ -327,7 +335,7 @@ l_batch_block_table: input
 %30 = getitem(%5, 0)
 %31 = transpose(%30, 0, 1)
 %32 = attnbackend::kv_cache_update(%29, %31, !l_cache_, l_batch_slot_mapping)
-%33 = empty_like(%27)
+%33 = new_empty(%27, [5, 4, 32])
 %34 = attnbackend::torch_sdpa_forward(%27, %29, %31, l_cache_, !%33, l_batch_query_start_loc, l_batch_seq_lens, l_batch_block_table, scale=0.2)
 return [%33]""",
     )
@@ -363,7 +371,7 @@ l_batch_block_table: input
 %16 = attnbackend::rope_kv_cache_update(%11, %13, %9, %14, %15, !l_cache_, l_batch_slot_mapping)
 %17 = getitem(%16, 0)
 %18 = getitem(%16, 1)
-%19 = empty_like(%17)
+%19 = new_empty(%17, [5, 4, 32])
 %20 = attnbackend::torch_sdpa_forward(%17, %18, %9, l_cache_, !%19, l_batch_query_start_loc, l_batch_seq_lens, l_batch_block_table, scale=0.2)
 return [%19]""",
     )
@@ -443,6 +451,14 @@ def no_rotation(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def
     return attend(q * 2, k * 2, v, cache, batch)
 
 
+def returned_as_it_lay(*given):  # type: ignore[no-untyped-def]
+    return model_layout(*given, like_query=True)
+
+
+def viewed_as_it_lay(*given):  # type: ignore[no-untyped-def]
+    return model_layout(*given, like_query=True).transpose(0, 1).view(-1) * 1
+
+
 REFUSED: dict[Step, str] = {
     other_angles: "rotated by different angles",
     angles_of_heads: "differs between heads",
@@ -457,6 +473,8 @@ REFUSED: dict[Step, str] = {
     one_angle: "one row for all tokens|differs between heads or requests",
     in_another_type: "where add is looked for",
     no_rotation: "where add is looked for",
+    returned_as_it_lay: "is returned, and would have other strides",
+    viewed_as_it_lay: "does not take other strides",
 }
 
 
