@@ -25,6 +25,7 @@ from attnbackend.cudagraph.capture_report import CaptureCost
 from benchmarks.environment import describe_environment
 from benchmarks.graph_gaps import graph_gaps
 from benchmarks.host_stages import host_stages
+from benchmarks.prefill import PrefillSettings
 from benchmarks.prefill import measure as measure_prefill
 from benchmarks.random_llama import random_llama
 
@@ -46,16 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--profile", action="store_true", help="print kernels and calls of CUDA in a step of the last batch"
     )
-    parser.add_argument("--prefill", action="store_true", help="also what `benchmarks.prefill` measures")
+    parser.add_argument(
+        "--prefill", type=int, action="append", metavar="TOKENS", default=[],
+        help="also what `benchmarks.prefill` measures, with so many tokens a step; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/decode_step.json"))
     options = parser.parse_args(arguments)
     model = random_llama(options.layers)
     result: dict[str, Any] = {"environment": describe_environment(), "backends": {}}
     for backend in options.backend or [None]:
         found = measure_backend(model, backend, options.batch or [1, 16, 64, 256], options)
-        if options.prefill:
-            found["prefill_8x8192_tokens_per_s"] = asdict(measure_prefill(model, backend))
-            print(json.dumps(found["prefill_8x8192_tokens_per_s"]), flush=True)
+        found["prefill_8x8192_tokens_per_s"] = {}
+        for tokens in options.prefill:
+            spread = measure_prefill(model, backend, PrefillSettings(max_num_batched_tokens=tokens))
+            found["prefill_8x8192_tokens_per_s"][f"{tokens} a step"] = asdict(spread)
+            print(f"prefill, {tokens} tokens a step: {spread} tokens/s", flush=True)
         result["backends"][backend or "automatic"] = found
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {options.output}")
