@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -50,12 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    result = measure(options)
-    options.output.write_text(json.dumps({"environment": describe_environment(), **result}, indent=1) + "\n")
+    for found in measure(options):  # Written after each part: to be ready takes it minutes.
+        result = {"environment": describe_environment(), **found}
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {options.output}")
 
 
-def measure(options: Any) -> dict[str, Any]:
+def measure(options: Any) -> Iterator[dict[str, Any]]:
+    """What is known so far, after each number of requests and after the prompts."""
     import vllm
 
     batches = options.batch or [1, 16, 64, 256]
@@ -74,10 +76,11 @@ def measure(options: Any) -> dict[str, Any]:
         _, times = _serve(vllm, engine, batch, options.prompt, options.new_tokens)
         found["steps"][batch] = round(1e3 * median(later - sooner for sooner, later in pairwise(times)), 3)
         print(f"{batch} requests: {found['steps'][batch]} ms a step, of {len(times) - 1}", flush=True)
+        yield found
     rates = [_prefill(vllm, engine, options) for _ in range(options.prefill_rounds + 1)][1:]
     found["prefill_tokens_per_s"] = asdict(Spread.of(rates))
     print(f"prefill: {Spread.of(rates)} tokens/s", flush=True)
-    return found
+    yield found
 
 
 def _engine(vllm: Any, batches: list[int], options: Any) -> Any:
