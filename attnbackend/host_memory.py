@@ -18,17 +18,20 @@ __all__ = ["keep_freed_memory", "move_to_huge_pages"]
 _PAGE = 1 << 21
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _ALIGNMENT = 64
-_LARGEST_KEPT = (1 << 25) - (1 << 16)
-"""Bytes, a little below glibc's DEFAULT_MMAP_THRESHOLD_MAX."""
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_MOST_KEPT = 1 << 30
 
 
-def keep_freed_memory() -> None:
-    """Lets the C library keep what activations of large batches free for the next step.
+def keep_freed_memory(max_bytes: int) -> None:
+    """Lets the C library keep what activations free for the next step, in this process as a whole.
 
-    The GNU library gives freed memory back, and each page of it costs a fault the next time, unless it saw a
-    large allocation come and go: from then on it keeps up to 64 MiB.
+    The GNU library gives large allocations back, and each page of them costs a fault the next time: a sixth
+    of the time of a step of 16384 tokens. From here on it keeps up to ``max_bytes``, and 1 GiB at most.
     """
-    torch.empty(_LARGEST_KEPT, dtype=torch.uint8)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, min(max_bytes, _MOST_KEPT))
 
 
 def move_to_huge_pages(parameters: Iterable[Tensor], max_bytes: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnbackend.host_memory import _PAGE, move_to_huge_pages
+from attnbackend.host_memory import _PAGE, keep_freed_memory, move_to_huge_pages
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone has such pages")
 MANY = 1 << 30
@@ -58,3 +58,18 @@ def test_weights_in_memory_stay_where_they_are() -> None:
     for weight, (address, values) in zip(weights, places, strict=True):
         assert weight.data_ptr() == address
         assert torch.equal(weight, values)
+
+
+def faults_of_an_allocation(size: int) -> int:
+    from resource import RUSAGE_SELF, getrusage
+
+    before = getrusage(RUSAGE_SELF).ru_minflt
+    torch.ones(size, dtype=torch.uint8)
+    return getrusage(RUSAGE_SELF).ru_minflt - before
+
+
+def test_large_activations_are_kept_for_the_next_step() -> None:
+    size = 50 << 20
+    keep_freed_memory(4 * size)
+    faults_of_an_allocation(size + (1 << 16))
+    assert faults_of_an_allocation(size) < size // 4096 // 10

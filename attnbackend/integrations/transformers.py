@@ -207,7 +207,7 @@ class TransformersModel:
                 adopt_latent_module(modules[name])
         self._first = next((modules[name], layer) for name, layer in layers.items())
         if self.device.type == "cpu":
-            keep_freed_memory()
+            keep_freed_memory(free_memory(self.device) // 8)
             weights = (m.weight for m in self.model.modules() if isinstance(m, nn.Linear))
             move_to_huge_pages(weights, max_bytes=free_memory(self.device) // 2)
             self.linears = take_linears(self.model)
