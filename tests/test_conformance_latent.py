@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from recorded_calls import recorded
 
 from attnbackend.testing.conformance import Status, check_backend
-from attnbackend.testing.conformance.latent import LATENT_CHECKS
+from attnbackend.testing.conformance.latent import LATENT_CHECKS, steps
+from attnbackend.testing.conformance.latent.mutant import LatentMutant
 from attnbackend.testing.conformance.latent.mutants import LATENT_MUTANTS
+from attnbackend.testing.conformance.latent.state_mutants import DeviceLengths, DeviceLengthsBuilder
 
-WITHOUT_A_MUTANT = {"opcheck", "compiled"}
+
+@pytest.fixture(autouse=True)
+def graphs_that_a_cpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "recorder", lambda device: recorded)
 
 
 @pytest.mark.parametrize("name", LATENT_MUTANTS)
@@ -20,11 +26,20 @@ def test_the_named_check_rejects(name: str) -> None:
 
 
 def test_every_check_has_a_mutant() -> None:
-    assert {m.caught_by for m in LATENT_MUTANTS.values()} == LATENT_CHECKS.keys() - WITHOUT_A_MUTANT
+    assert {m.caught_by for m in LATENT_MUTANTS.values()} == LATENT_CHECKS.keys()
+
+
+def test_plans_made_on_the_device_pass_where_those_of_the_host_are_rejected() -> None:
+    honest = LatentMutant("none", "none", "graphs", DeviceLengths, builder=DeviceLengthsBuilder)
+    report = check_backend(honest.backend(), only=["plan", "graphs"], quick=True)
+    report.assert_ok()
+    assert report.count(Status.SKIPPED) == 0
+    host = LATENT_MUTANTS["claims_graphs"].backend()
+    assert check_backend(host, only=["graphs"], case="plain-captured").failures
 
 
 def test_torch_mla_conforms() -> None:
-    only = [name for name in LATENT_CHECKS if name not in WITHOUT_A_MUTANT]
+    only = [name for name in LATENT_CHECKS if name not in ("opcheck", "compiled")]
     report = check_backend("TORCH_MLA", only=only, quick=True)
     report.assert_ok()
     assert report.count(Status.PASSED) > 150

@@ -52,6 +52,11 @@ class MLACase:
         return tuple(c + q for c, q in zip(self.context_lens, self.query_lens, strict=True))
 
     @property
+    def causal(self) -> bool:
+        """Latent attention over a cache always is."""
+        return True
+
+    @property
     def num_rows(self) -> int:
         return len(self.query_lens) + self.num_padded_rows
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnbackend.cudagraph.safety import plan_tensors
 from attnbackend.forward_context import ForwardContext
-from attnbackend.impl import AttentionParams
 from attnbackend.kv_cache import spec_of
 from attnbackend.metadata import (
     AttentionMetadata,
@@ -19,9 +19,7 @@ from attnbackend.metadata import (
     BatchLimits,
     CommonAttentionMetadata,
 )
-from attnbackend.testing.batches import PagedBatch
-from attnbackend.testing.cases import AttentionCase
-from attnbackend.testing.conformance.subject import Subject
+from attnbackend.testing.conformance.base_subject import AnyBatch, BaseSubject, Case
 from attnbackend.types import AttentionCGSupport
 
 __all__ = [
@@ -30,7 +28,6 @@ __all__ = [
     "context_of",
     "graph_support",
     "make_builder",
-    "params_of",
     "plan_tensors",
 ]
 
@@ -48,7 +45,7 @@ class PersistentBatch:
     block_size: int
 
     @classmethod
-    def for_batches(cls, batches: Sequence[PagedBatch], device: torch.device) -> PersistentBatch:
+    def for_batches(cls, batches: Sequence[AnyBatch], device: torch.device) -> PersistentBatch:
         rows = max(len(b.seq_lens) for b in batches)
         width = max(b.block_table.shape[1] for b in batches)
         zeros = partial(torch.zeros, dtype=torch.int32, device=device)
@@ -65,7 +62,7 @@ class PersistentBatch:
         rows, width = self.block_table.shape
         return BatchLimits(rows, self.num_tokens, width * self.block_size)
 
-    def fill(self, batch: PagedBatch) -> CommonAttentionMetadata:
+    def fill(self, batch: AnyBatch) -> CommonAttentionMetadata:
         """Copies the batch in; rows behind it become padding."""
         rows, width = batch.block_table.shape
         self.query_start_loc[: rows + 1].copy_(batch.query_start_loc)
@@ -95,31 +92,19 @@ class PersistentBatch:
         }
 
 
-def params_of(case: AttentionCase, device_type: str) -> AttentionParams:
-    """What a layer of the case is built with."""
-    return AttentionParams(
-        num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_size=case.head_size,
-        dtype=case.dtype, kv_cache_dtype=case.kv_cache_dtype, block_size=case.block_size,
-        device_type=device_type, scale=case.softmax_scale, causal=case.causal,
-        sliding_window=case.sliding_window, attention_chunk_size=case.attention_chunk_size,
-        logits_soft_cap=case.logits_soft_cap, attn_type=case.attn_type,
-    )  # fmt: skip
-
-
 def make_builder(
-    subject: Subject, case: AttentionCase, limits: BatchLimits
+    subject: BaseSubject[Case, Any], case: Case, limits: BatchLimits
 ) -> AttentionMetadataBuilder[AttentionMetadata]:
     """The backend's builder with persistent buffers."""
-    params = params_of(case, subject.device.type)
+    params = subject.params(case)
     return subject.backend.get_builder_cls()(params, spec_of(params), limits, subject.device)
 
 
-def graph_support(subject: Subject, case: AttentionCase) -> AttentionCGSupport:
+def graph_support(subject: BaseSubject[Case, Any], case: Case) -> AttentionCGSupport:
     """How much of the backend a CUDA graph can hold, as its builder claims."""
-    spec = spec_of(params_of(case, subject.device.type))
-    return subject.backend.get_builder_cls().get_cudagraph_support(spec)
+    return subject.backend.get_builder_cls().get_cudagraph_support(spec_of(subject.params(case)))
 
 
-def context_of(subject: Subject, plan: AttentionMetadata) -> ForwardContext:
+def context_of(subject: BaseSubject[Any, Any], plan: AttentionMetadata) -> ForwardContext:
     """The context in which the subject's ops of group `GROUP` find ``plan``."""
     return ForwardContext(plans={(GROUP, subject.name): plan})

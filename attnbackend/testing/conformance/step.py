@@ -6,47 +6,61 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attnbackend.testing.batches import PagedBatch, op_positional
-from attnbackend.testing.conformance.subject import Subject
+from attnbackend.testing.conformance.base_subject import BaseSubject, Batch, OpCall
 
 __all__ = ["Step", "StepTensors"]
 
-StepTensors = dict[str, Tensor | None]
+StepTensors = dict[str, Tensor]
 
 
 class Step(nn.Module):
-    """Writes the new tokens with the subject's writer, attends with its forward op."""
+    """Writes the new tokens with the subject's writer, attends with one of its ops.
 
-    def __init__(self, subject: Subject, batch: PagedBatch) -> None:
+    Args:
+        subject: has the ops.
+        role: of the op that attends.
+        batch: whose arguments that are no tensors are the module's constants.
+        writes: whether there are tokens to write.
+    """
+
+    def __init__(
+        self, subject: BaseSubject[Any, Batch], role: str, batch: Batch, writes: bool = True
+    ) -> None:
         super().__init__()
-        self.writes = batch.case.writes_new_tokens
-        self.write, self.attend = subject.write, subject.forward
-        kwargs = subject.forward_args(batch)[1]
-        self.constants = {k: v for k, v in kwargs.items() if v is not None and not isinstance(v, Tensor)}
+        self.write = _plainly(subject.write_call(batch)) if writes else None
+        self.attend = _plainly(subject.read_call(role, batch))
+        self.shape = subject.results(role, batch)["output"].shape
 
     @staticmethod
-    def tensors(subject: Subject, batch: PagedBatch) -> StepTensors:
+    def tensors(subject: BaseSubject[Any, Batch], role: str, batch: Batch) -> StepTensors:
         """The inputs of `forward`, the cache a copy with the strides of the batch's."""
-        buffer = batch.kv_buffer.clone()
-        layer = batch.case.num_layers // 2
-        names = ("query", "key", "value", "query_start_loc", "seq_lens", "block_table", "slot_mapping")
-        optional = ("alibi_slopes", "sinks", "bidirectional_ranges", "k_scale", "v_scale")
-        found: StepTensors = {name: getattr(batch, name) for name in (*names, *optional)}
-        blocks = batch.kv_cache.shape[0]
-        found["key"], found["value"] = op_positional(batch)[1:3]
-        return {**found, "kv_cache": subject.cache(buffer[:blocks, layer])}
+        given = {**subject.write_call(batch).given, **subject.read_call(role, batch).given}
+        found: StepTensors = {n: x for n, x in given.items() if isinstance(x, Tensor) and n != "output"}
+        cache, buffer = given["kv_cache"], batch.kv_buffer.clone()
+        found["kv_cache"] = buffer.as_strided(cache.shape, cache.stride(), cache.storage_offset())
+        return found
 
     def forward(self, x: dict[str, Any]) -> Tensor:
-        """Output [T, H, D]; the cache in ``x`` is written."""
-        scales = {name: x[name] for name in ("k_scale", "v_scale")}
-        dtype = self.constants["kv_cache_dtype"]
-        if self.writes:
-            self.write(x["key"], x["value"], x["kv_cache"], x["slot_mapping"], **scales, kv_cache_dtype=dtype)
-        query = x["query"]
-        output = query.new_zeros(query.shape)
-        self.attend(
-            query, x["key"], x["value"], x["kv_cache"], output, x["query_start_loc"], x["seq_lens"],
-            x["block_table"], alibi_slopes=x["alibi_slopes"], sinks=x["sinks"],
-            bidirectional_ranges=x["bidirectional_ranges"], **scales, **self.constants,
-        )  # fmt: skip
+        """Output as the role's; the cache in ``x`` is written."""
+        if self.write is not None:
+            _call(self.write, x)
+        output: Tensor = x[self.attend[1][0]].new_zeros(self.shape)
+        _call(self.attend, {**x, "output": output})
         return output
+
+
+_Plain = tuple[Any, tuple[str, ...], tuple[str, ...], dict[str, Any]]
+"""Op, names of positional and of keyword arguments, and those arguments that are no tensors."""
+
+
+def _plainly(call: OpCall) -> _Plain:
+    """As torch.compile can look into it."""
+    positional = tuple(a.name for a in call.op._schema.arguments if not a.kwarg_only)
+    keyword = tuple(name for name in call.given if name not in positional)
+    return call.op, positional, keyword, {k: v for k, v in call.given.items() if not isinstance(v, Tensor)}
+
+
+def _call(plain: _Plain, tensors: dict[str, Any]) -> None:
+    op, positional, keyword, constants = plain
+    given = {**constants, **tensors}
+    op(*[given[name] for name in positional], **{name: given[name] for name in keyword})

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnbackend.backend import AttentionBackend
 from attnbackend.config import set_config
+from attnbackend.impl import AttentionParams
 from attnbackend.ops.agnostic import kv_cache_update
 from attnbackend.ops.generate import backend_op
 from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE
@@ -32,58 +33,64 @@ from attnbackend.testing.batches import (
     op_positional,
 )
 from attnbackend.testing.cases import AttentionCase
+from attnbackend.testing.conformance.base_subject import BaseSubject, OpCall
 from attnbackend.testing.conformance.cache_shape import cache_permutation
-from attnbackend.testing.conformance.latent.subject import LatentSubject
+from attnbackend.testing.conformance.latent_subject import LatentSubject
+from attnbackend.testing.judgement import assert_attention_within_rule
 
 __all__ = ["BackendLike", "Subject", "open_subject"]
 
 BackendLike = str | type[AttentionBackend]
 
 
-@dataclass(frozen=True)
-class Subject:
+@dataclass(frozen=True, kw_only=True)
+class Subject(BaseSubject[AttentionCase, PagedBatch]):
     """What checks call. Inside `open_subject` the agnostic ops run on the backend too."""
 
-    backend: type[AttentionBackend]
-    device: torch.device
     forward: torch._ops.OpOverload
-    write: torch._ops.OpOverload
-    """The backend's own writer, or the agnostic op where it has none."""
     permutation: tuple[int, ...]
     """Dimensions of the standard cache in the order of the backend's."""
-    slow: bool = False
-    """Whether what takes minutes is checked too."""
-
-    @property
-    def name(self) -> str:
-        return self.backend.get_name()
+    roles = ("forward",)
 
     def batch(self, case: AttentionCase) -> PagedBatch:
         return make_batch(case, self.device)
+
+    def params(self, case: AttentionCase) -> AttentionParams:
+        return AttentionParams(
+            num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_size=case.head_size,
+            dtype=case.dtype, kv_cache_dtype=case.kv_cache_dtype, block_size=case.block_size,
+            device_type=self.device.type, scale=case.softmax_scale, causal=case.causal,
+            sliding_window=case.sliding_window, attention_chunk_size=case.attention_chunk_size,
+            logits_soft_cap=case.logits_soft_cap, attn_type=case.attn_type,
+        )  # fmt: skip
 
     def cache(self, kv_cache: Tensor) -> Tensor:
         """A standard cache as the backend wants to see it; the same memory."""
         return kv_cache.permute(self.permutation)
 
+    def read_call(self, role: str, batch: PagedBatch) -> OpCall:
+        call = OpCall.of(self.forward, op_positional(batch), op_kwargs(batch))
+        return call.with_given(kv_cache=self.cache(batch.kv_cache))
+
+    def write_call(self, batch: PagedBatch) -> OpCall:
+        call = OpCall.of(self.write, kv_update_positional(batch), kv_update_kwargs(batch))
+        return call.with_given(kv_cache=self.cache(batch.kv_cache))
+
+    def results(self, role: str, batch: PagedBatch) -> dict[str, Tensor]:
+        return {"output": batch.output} | ({} if batch.lse is None else {"LSE": batch.lse})
+
+    def judge(self, role: str, batch: PagedBatch, *, factor: float = 2.0) -> None:
+        assert_attention_within_rule(batch, factor=factor)
+
     def forward_args(self, batch: PagedBatch, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of the op ``forward``; ``changes`` are keywords or names of positional ones."""
-        names = ("query", "key", "value", "kv_cache", "output", "query_start_loc", "seq_lens", "block_table")
-        given = dict(zip(names, op_positional(batch), strict=True))
-        given["kv_cache"] = self.cache(batch.kv_cache)
-        given |= {name: changes.pop(name) for name in names if name in changes}
-        return tuple(given.values()), {**op_kwargs(batch), **changes}
+        """Arguments of the op ``forward``; ``changes`` by name."""
+        return self.read_call("forward", batch).with_given(**changes).arguments
 
     def write_args(self, batch: PagedBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        key, value, kv_cache, slots = kv_update_positional(batch)
-        return (key, value, self.cache(kv_cache), slots), kv_update_kwargs(batch)
+        return self.write_call(batch).arguments
 
     def run_forward(self, batch: PagedBatch, **changes: Any) -> None:
-        args, kwargs = self.forward_args(batch, **changes)
-        self.forward(*args, **kwargs)
-
-    def run_write(self, batch: PagedBatch) -> None:
-        args, kwargs = self.write_args(batch)
-        self.write(*args, **kwargs)
+        self.run("forward", batch, **changes)
 
 
 @contextmanager
@@ -107,7 +114,7 @@ def open_subject(
         cls = resolve_backend(name)
         _require_checkable(cls, device)
         where = torch.device(device)
-        subject = LatentSubject.of(cls, where) if cls.is_mla else _dense_subject(cls, where, slow)
+        subject = LatentSubject.of(cls, where, slow) if cls.is_mla else _dense_subject(cls, where, slow)
         with set_config(backend=name), torch.no_grad():
             yield subject
 

@@ -6,10 +6,13 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnbackend._torch_compat import inductor_code, reset_compiler
+from attnbackend.testing.conformance.base_subject import BaseSubject, Batch
 from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED, PADDED
 from attnbackend.testing.conformance.bits import differing, same_bits
 from attnbackend.testing.conformance.case import ConformanceCase
@@ -18,7 +21,7 @@ from attnbackend.testing.conformance.checks.base import Check
 from attnbackend.testing.conformance.step import Step, StepTensors
 from attnbackend.testing.conformance.subject import Subject
 
-__all__ = ["Compiled"]
+__all__ = ["Compiled", "compiled_differs", "differences"]
 
 _ALLOCATION = re.compile(r"empty_strided\w*\(\(([\d, ]*)\)")
 
@@ -45,34 +48,40 @@ class Compiled(Check):
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
         batch = subject.batch(replace(case.attention, lse=False))
-        step = Step(subject, batch)
-        eager, traced = (step.tensors(subject, batch) for _ in range(2))
-        expected = step(eager)
+        writes = case.attention.writes_new_tokens
+        return list(compiled_differs(subject, "forward", batch, writes, case.id == "generated_code"))
+
+
+def compiled_differs(
+    subject: BaseSubject[Any, Batch], role: str, batch: Batch, writes: bool, generated: bool
+) -> Iterator[str]:
+    """A compiled write and read against eager ones; with ``generated`` by Inductor, whose code is read."""
+    step = Step(subject, role, batch, writes)
+    eager, traced = (step.tensors(subject, role, batch) for _ in range(2))
+    expected = step(eager)
+    reset_compiler()
+    try:
+        if generated:
+            output, code = inductor_code(step, traced)
+            yield from _copies(code, traced)
+        else:
+            output = torch.compile(step, backend="aot_eager", fullgraph=True)(traced)
+    finally:
         reset_compiler()
-        try:
-            if case.id == "generated_code":
-                output, code = inductor_code(step, traced)
-                copies = list(_copies(code, traced))
-            else:
-                output = torch.compile(step, backend="aot_eager", fullgraph=True)(traced)
-                copies = []
-        finally:
-            reset_compiler()
-        return [*copies, *_apart("output", output, expected), *_apart("cache", traced, eager)]
+    pairs = {"output": (output, expected), "cache": (traced["kv_cache"], eager["kv_cache"])}
+    yield from differences(f"{subject.called(role)}%s of the compiled graph", pairs)
 
 
-def _apart(what: str, got: torch.Tensor | StepTensors, wanted: torch.Tensor | StepTensors) -> Iterator[str]:
-    a, b = (x if isinstance(x, torch.Tensor) else x["kv_cache"] for x in (got, wanted))
-    assert a is not None
-    assert b is not None
-    if not same_bits(a, b):
-        yield f"{what} of the compiled graph differs from eager's: {differing(a, b)}"
+def differences(what: str, pairs: dict[str, tuple[Tensor, Tensor]]) -> Iterator[str]:
+    """Of what was got from what eager gives; the name goes into ``what``."""
+    for name, (got, wanted) in pairs.items():
+        if not same_bits(got, wanted):
+            yield f"{what % name} differs from eager's: {differing(got, wanted)}"
 
 
 def _copies(code: str, tensors: StepTensors) -> Iterator[str]:
     """Allocations of a cache's size in generated code; the case's cache is larger than all else."""
     cache = tensors["kv_cache"]
-    assert cache is not None
     sizes = [[int(n) for n in re.findall(r"\d+", shape)] for shape in _ALLOCATION.findall(code)]
     if not sizes:
         yield "the generated code allocates nothing, not even the output: it cannot be judged"

@@ -12,16 +12,20 @@ from typing import Any
 import torch
 
 from attnbackend._torch_compat import aoti_round_trip, reset_compiler
+from attnbackend.testing.conformance.base_subject import BaseSubject, Batch
 from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED, PADDED
-from attnbackend.testing.conformance.bits import differing, same_bits
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
+from attnbackend.testing.conformance.checks.compiled import differences
 from attnbackend.testing.conformance.outcome import Skipped
 from attnbackend.testing.conformance.step import Step
 from attnbackend.testing.conformance.subject import Subject
 
-__all__ = ["Export"]
+__all__ = ["PACKAGED", "Export", "loaded_differs"]
+
+PACKAGED = "aotinductor"
+"""Id of the case that is slow."""
 
 
 class Export(Check):
@@ -33,25 +37,35 @@ class Export(Check):
         yield from generate.some(("everything", MIXED), ("plain", PADDED), ("ranges", MIXED), **unwritten)
         yield from generate.some(("encoder_only", MIXED), ("cross", DECODE), **unwritten)
         for case in generate.case("plain", DECODE, **unwritten):
-            yield replace(case, id="aotinductor")
+            yield replace(case, id=PACKAGED)
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
-        if case.id == "aotinductor" and not subject.slow:
-            raise Skipped("building an AOTInductor package takes a C++ compile; ask for it with --slow")
         batch = subject.batch(replace(case.attention, lse=False))
-        step = Step(subject, batch)
-        example, eager, loaded = (step.tensors(subject, batch) for _ in range(3))
-        expected = step(eager)
-        reset_compiler()
-        program = torch.export.export(step, (example,))
-        run = _packaged(program) if case.id == "aotinductor" else _saved(program)
-        output = run(loaded)
-        pairs = {"output": (output, expected), "cache": (loaded["kv_cache"], eager["kv_cache"])}
-        return [
-            f"{what} of the loaded program differs from eager's: {differing(got, wanted)}"
-            for what, (got, wanted) in pairs.items()
-            if not same_bits(got, wanted)
-        ]
+        writes = case.attention.writes_new_tokens
+        return list(loaded_differs(subject, "forward", batch, writes, case.id == PACKAGED))
+
+
+def loaded_differs(
+    subject: BaseSubject[Any, Batch], role: str, batch: Batch, writes: bool, packaged: bool
+) -> Iterator[str]:
+    """An exported write and read, saved and loaded, against eager ones.
+
+    Args:
+        packaged: as an AOTInductor package.
+
+    Raises:
+        Skipped: ``packaged``, and the subject leaves out what is slow.
+    """
+    if packaged and not subject.slow:
+        raise Skipped("building an AOTInductor package takes a C++ compile; ask for it with --slow")
+    step = Step(subject, role, batch, writes)
+    example, eager, loaded = (step.tensors(subject, role, batch) for _ in range(3))
+    expected = step(eager)
+    reset_compiler()
+    program = torch.export.export(step, (example,))
+    output = (_packaged(program) if packaged else _saved(program))(loaded)
+    pairs = {"output": (output, expected), "cache": (loaded["kv_cache"], eager["kv_cache"])}
+    yield from differences(f"{subject.called(role)}%s of the loaded program", pairs)
 
 
 def _saved(program: torch.export.ExportedProgram) -> Callable[..., Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor
 from attnbackend.forward_context import set_forward_context
 from attnbackend.testing.batches import PagedBatch
 from attnbackend.testing.cases import AttentionCase
+from attnbackend.testing.conformance.base_subject import AnyBatch, BaseSubject, Batch, Case
 from attnbackend.testing.conformance.batch_shapes import LARGEST
-from attnbackend.testing.conformance.bits import differing, same_bits
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
+from attnbackend.testing.conformance.checks.compiled import differences
+from attnbackend.testing.conformance.checks.plan import moved
+from attnbackend.testing.conformance.exchange import put_in
 from attnbackend.testing.conformance.kinds import resized
 from attnbackend.testing.conformance.outcome import Skipped
 from attnbackend.testing.conformance.planned import (
@@ -25,27 +29,41 @@ from attnbackend.testing.conformance.planned import (
     context_of,
     graph_support,
     make_builder,
+    plan_tensors,
 )
 from attnbackend.testing.conformance.subject import Subject
+from attnbackend.testing.paging import PagedCase
 from attnbackend.types import AttentionCGSupport
 
-__all__ = ["Graphs"]
+__all__ = [
+    "BATCHES_IN_GRAPHS",
+    "Graphs",
+    "Recorder",
+    "Run",
+    "capture_and_replay",
+    "claimed_level",
+    "recorder",
+    "spare_blocks",
+]
 
-_BATCHES: dict[AttentionCGSupport, tuple[dict[str, Any], dict[str, Any]]] = {
+Run = Callable[[], None]
+Recorder = Callable[[Run], Run]
+
+BATCHES_IN_GRAPHS: dict[AttentionCGSupport, tuple[dict[str, Any], dict[str, Any]]] = {
     AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE: (
         {"query_lens": (1,) * 5, "context_lens": (70, 3, 33, 0, 50)},
-        {"query_lens": (1,) * 5, "context_lens": (11, 69, -1, -1, -1)},
+        {"query_lens": (1,) * 5, "context_lens": (11, 99, -1, -1, -1)},
     ),
     AttentionCGSupport.UNIFORM_BATCH: (
         {"query_lens": (4,) * 4, "context_lens": (60, 3, 33, 20)},
-        {"query_lens": (4,) * 4, "context_lens": (7, 59, -4, -4)},
+        {"query_lens": (4,) * 4, "context_lens": (7, 95, -4, -4)},
     ),
     AttentionCGSupport.ALWAYS: (
         LARGEST,
-        {"query_lens": (3, 1, 7), "context_lens": (30, 69, 0), "num_padded_rows": 2, "num_padded_tokens": 13},
+        {"query_lens": (3, 1, 7), "context_lens": (30, 98, 0), "num_padded_rows": 2, "num_padded_tokens": 13},
     ),
 }
-"""Level -> the batch that is captured and one of the same size that is replayed."""
+"""Level -> the batch that is captured and one of as many tokens, longer and padded, that is replayed."""
 
 
 class Graphs(Check):
@@ -58,71 +76,92 @@ class Graphs(Check):
                 yield replace(case, id=f"{feature}-captured")
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
-        if subject.device.type != "cuda":
-            raise Skipped(f"CUDA graphs need a CUDA device; this is {subject.device.type}")
-        level = graph_support(subject, case.attention)
-        if level is AttentionCGSupport.NEVER:
-            raise Skipped(f"the builder of {subject.name} claims no graph support")
-        captured, replayed = (_sized(subject, case.attention, lengths) for lengths in _BATCHES[level])
-        return _capture_and_replay(subject, captured, replayed)
+        record = recorder(subject.device)
+        level = claimed_level(subject, case.attention)
+        captured, replayed = (_sized(subject, case.attention, x) for x in BATCHES_IN_GRAPHS[level])
+        return list(capture_and_replay(subject, "forward", record, captured, replayed))
+
+
+def claimed_level(subject: BaseSubject[Case, Any], case: Case) -> AttentionCGSupport:
+    """Raises `Skipped` where the builder claims no graph support."""
+    level = graph_support(subject, case)
+    if level is AttentionCGSupport.NEVER:
+        raise Skipped(f"the builder of {subject.name} claims no graph support")
+    return level
 
 
 def _sized(subject: Subject, case: AttentionCase, lengths: dict[str, Any]) -> PagedBatch:
-    """All batches of a case with caches of one size, so that contents can be exchanged."""
-    blocks = sum(-(-n // case.block_size) for n in (200,))
     case = resized(case, lengths)
-    used = sum(-(-n // case.block_size) for n in case.seq_lens)
-    return subject.batch(replace(case, spare_blocks=blocks + 40 - used))
+    return subject.batch(replace(case, spare_blocks=spare_blocks(case)))
 
 
-def _capture_and_replay(subject: Subject, captured: PagedBatch, replayed: PagedBatch) -> Sequence[str]:
+def spare_blocks(case: PagedCase) -> int:
+    """So many that all batches of a case have caches of one size: contents can be exchanged."""
+    return -(-200 // case.block_size) + 40 - sum(-(-n // case.block_size) for n in case.seq_lens)
+
+
+def capture_and_replay(
+    subject: BaseSubject[Any, Batch], role: str, record: Recorder, captured: Batch, replayed: Batch,
+    exactly: bool = True,
+) -> Iterator[str]:  # fmt: skip
+    """Captures one batch; its replays on both must equal eager calls.
+
+    Args:
+        exactly: bit for bit; False: where bits differ, the replay is held to float64.
+    """
     buffers = PersistentBatch.for_batches([captured, replayed], subject.device)
     builder = make_builder(subject, captured.case, buffers.limits)
-    static = captured
-    plan = builder.build_for_cudagraph_capture(buffers.fill(captured))
+    # A runner tells a capture the longest that any step may be.
+    common = buffers.fill(captured).replace(max_seq_len=buffers.limits.max_model_len)
+    plan = builder.build_for_cudagraph_capture(common)
+    planned = dict(plan_tensors(plan))
+    run = partial(subject.run, role, captured, **buffers.arguments, group=GROUP)
     with set_forward_context(context_of(subject, plan)):
-        graph = _capture(subject, static, buffers)
-    findings: list[str] = []
-    for what, batch in (("other contents", replayed), ("the captured contents", _copy(subject, captured))):
-        plan = builder.build(0, buffers.fill(batch))
-        _exchange(static, batch)
-        static.poison_outputs()
-        graph.replay()
-        got = [x.clone() for x in (static.output, static.lse) if x is not None]
-        static.poison_outputs()
+        replay = record(run)
+    results = subject.results(role, captured)
+    for what, contents in (("other", replayed), ("the captured", subject.batch(captured.case))):
+        plan = builder.build(0, buffers.fill(contents))
+        yield from moved(planned, dict(plan_tensors(plan)), "replayed")
+        batch = put_in(captured, contents, keep=tuple(buffers.arguments))
+        got = _after(replay, batch, results)
         with set_forward_context(context_of(subject, plan)):
-            subject.run_forward(static, **buffers.arguments, group=GROUP)
-        wanted = [x.clone() for x in (static.output, static.lse) if x is not None]
-        findings += _unequal(what, got, wanted)
-    return findings
+            wanted = _after(run, batch, results)
+        where = f"{subject.called(role)}%s of the replay on {what} contents"
+        unequal = list(differences(where, {name: (x, wanted[name]) for name, x in got.items()}))
+        if exactly or not unequal:
+            yield from unequal
+            continue
+        for name, result in results.items():
+            result.copy_(got[name])
+        subject.judge(role, batch)
 
 
-def _copy(subject: Subject, batch: PagedBatch) -> PagedBatch:
-    return subject.batch(batch.case)
+def _after(run: Run, batch: AnyBatch, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    batch.poison_outputs()
+    run()
+    return {name: result.clone() for name, result in results.items()}
 
 
-def _capture(subject: Subject, batch: PagedBatch, buffers: PersistentBatch) -> torch.cuda.CUDAGraph:
+def recorder(device: torch.device) -> Recorder:
+    """Captures what a function does; what it gives back does that again.
+
+    Raises:
+        Skipped: the device has no CUDA graphs.
+    """
+    if device.type != "cuda":
+        raise Skipped(f"CUDA graphs need a CUDA device; this is {device.type}")
+    return _capture
+
+
+def _capture(run: Run) -> Run:
     """After two runs on a side stream, as torch's documentation of graphs asks for."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            subject.run_forward(batch, **buffers.arguments, group=GROUP)
+            run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        subject.run_forward(batch, **buffers.arguments, group=GROUP)
-    return graph
-
-
-def _exchange(static: PagedBatch, batch: PagedBatch) -> None:
-    for name in ("query", "key", "value", "bidirectional_ranges"):
-        if getattr(static, name) is not None:
-            getattr(static, name).copy_(getattr(batch, name))
-    static.kv_buffer.view(torch.uint8).copy_(batch.kv_buffer.view(torch.uint8))
-
-
-def _unequal(what: str, got: list[Tensor], wanted: list[Tensor]) -> Iterator[str]:
-    for name, a, b in zip(("output", "LSE"), got, wanted, strict=False):
-        if not same_bits(a, b):
-            yield f"{name} of the replay on {what} differs from eager's: {differing(a, b)}"
+        run()
+    return graph.replay

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from attnbackend.forward_context import set_forward_context
-from attnbackend.ops.bind import run_attention, run_update
-from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
 from attnbackend.ops.generate import has_own_writer
+from attnbackend.testing.conformance.base_subject import BaseSubject, Batch
 from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED, PADDED
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
@@ -24,7 +24,7 @@ from attnbackend.testing.conformance.subject import Subject
 from attnbackend.testing.conformance.sync_watch import watched
 from attnbackend.types import AttentionCGSupport
 
-__all__ = ["HostSync"]
+__all__ = ["HostSync", "waits"]
 
 
 class HostSync(Check):
@@ -42,17 +42,21 @@ class HostSync(Check):
             raise Skipped(f"the builder of {subject.name} claims no graph support")
         if level < AttentionCGSupport.ALWAYS and not case.id.endswith(DECODE):
             raise Skipped(f"the builder claims graph support for {level.name} only")
-        batch = subject.batch(case.attention)
-        buffers = PersistentBatch.for_batches([batch], subject.device)
-        plan = make_builder(subject, case.attention, buffers.limits).build(0, buffers.fill(batch))
-        args, kwargs = subject.forward_args(batch, **buffers.arguments, group=GROUP)
+        return list(waits(subject, ("forward",), subject.batch(case.attention)))
+
+
+def waits(subject: BaseSubject[Any, Batch], roles: tuple[str, ...], batch: Batch) -> Iterator[str]:
+    """Where planned ops of these roles wait for the device, and where the writer does."""
+    buffers = PersistentBatch.for_batches([batch], subject.device)
+    plan = make_builder(subject, batch.case, buffers.limits).build(0, buffers.fill(batch))
+    for role in roles:
+        call = subject.read_call(role, batch).with_given(**buffers.arguments, group=GROUP)
         with set_forward_context(context_of(subject, plan)):
-            subject.forward(*args, **kwargs)
+            call()
             with watched(subject.device) as seen:
-                run_attention(subject.name, AttentionCall(*args, **kwargs))
-        findings = [f"forward: {where}" for where in seen]
-        args, kwargs = subject.write_args(batch)
-        with watched(subject.device) as seen:
-            run_update(subject.name, KVCacheUpdateCall(*args, **kwargs))
-        own = "" if has_own_writer(subject.backend) else " (the default writer; define kv_cache_update)"
-        return [*findings, *(f"kv_cache_update{own}: {where}" for where in seen)]
+                call.directly(subject.name)
+        yield from (f"{role}: {where}" for where in seen)
+    with watched(subject.device) as seen:
+        subject.write_call(batch).directly(subject.name)
+    own = "" if has_own_writer(subject.backend) else " (the default writer; define kv_cache_update)"
+    yield from (f"kv_cache_update{own}: {where}" for where in seen)

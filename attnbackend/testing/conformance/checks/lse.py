@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnbackend.ops.merge import merge_attn_states
 from attnbackend.testing.batches import PagedBatch, expected_attention
+from attnbackend.testing.conformance.base_subject import AnyBatch, BaseSubject, Batch
 from attnbackend.testing.conformance.bits import same_bits
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
 from attnbackend.testing.conformance.subject import Subject
-from attnbackend.testing.judgement import assert_attention_within_rule
 
-__all__ = ["LSE"]
+__all__ = ["LSE", "State", "empty_state", "merged_differs"]
 
 
 class LSE(Check):
@@ -37,18 +38,22 @@ class LSE(Check):
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
         batch = subject.batch(case.attention)
-        whole = _run(subject, batch, batch.seq_lens, batch.block_table)
-        findings = [*_natural(batch, whole[1]), *_empty(batch, whole)]
+        whole = _run(subject, "forward", batch, batch.seq_lens, batch.block_table)
+        findings = [*_natural(batch, whole[1]), *empty_state(batch, whole)]
         if case.id.endswith("-halves"):
-            findings += _merged(subject, batch)
+            findings += merged_differs(subject, "forward", batch)
         return findings
 
 
-def _run(subject: Subject, batch: PagedBatch, seq_lens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+State = tuple[Tensor, Tensor]
+"""Output and LSE."""
+
+
+def _run(subject: BaseSubject[Any, Batch], role: str, batch: Batch, seq_lens: Tensor, table: Tensor) -> State:
     batch.poison_outputs()
-    subject.run_forward(batch, seq_lens=seq_lens, block_table=table)
-    assert batch.lse is not None
-    return batch.output.clone(), batch.lse.clone()
+    subject.run(role, batch, seq_lens=seq_lens, block_table=table)
+    results = subject.results(role, batch)
+    return results["output"].clone(), results["LSE"].clone()
 
 
 def _natural(batch: PagedBatch, lse_TH: Tensor) -> list[str]:
@@ -66,7 +71,7 @@ def _natural(batch: PagedBatch, lse_TH: Tensor) -> list[str]:
     return []
 
 
-def _empty(batch: PagedBatch, state: tuple[Tensor, Tensor]) -> list[str]:
+def empty_state(batch: AnyBatch, state: State) -> list[str]:
     """Merging with the state of a request without keys changes no bit of another."""
     lengths = batch.query_start_loc.diff().long()
     empty_T = torch.repeat_interleave(batch.seq_lens == 0, lengths)
@@ -81,20 +86,22 @@ def _empty(batch: PagedBatch, state: tuple[Tensor, Tensor]) -> list[str]:
     return findings
 
 
-def _merged(subject: Subject, batch: PagedBatch) -> list[str]:
+def merged_differs(subject: BaseSubject[Any, Batch], role: str, batch: Batch) -> list[str]:
     """Keys of the first pages and of the others apart, then merged."""
     pages = 2
     head = pages * batch.case.block_size
     rows = batch.seq_lens > 0
     first = torch.where(rows, batch.seq_lens.clamp(max=head), 0)
     parts = [
-        _run(subject, batch, first, batch.block_table),
-        _run(subject, batch, batch.seq_lens - first, batch.block_table[:, pages:].contiguous()),
+        _run(subject, role, batch, first, batch.block_table),
+        _run(subject, role, batch, batch.seq_lens - first, batch.block_table[:, pages:].contiguous()),
     ]
-    merged = merge_attn_states(*parts[0], *parts[1])
+    results = subject.results(role, batch)
+    for name, merged in zip(("output", "LSE"), merge_attn_states(*parts[0], *parts[1]), strict=True):
+        results[name].copy_(merged)
     try:
         # Twice the usual factor: two roundings, of the parts and of their sum.
-        assert_attention_within_rule(replace(batch, output=merged[0], lse=merged[1]), factor=4.0)
+        subject.judge(role, batch, factor=4.0)
     except AssertionError as error:
         return [f"merged {error}"]
     return []

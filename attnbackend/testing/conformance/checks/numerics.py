@@ -20,7 +20,7 @@ from attnbackend.testing.conformance.planned import GROUP, PersistentBatch, cont
 from attnbackend.testing.conformance.subject import Subject
 from attnbackend.testing.judgement import AttentionJudge
 
-__all__ = ["Numerics"]
+__all__ = ["Numerics", "in_other_settings"]
 
 
 class Numerics(Check):
@@ -66,19 +66,23 @@ def _other_ways(
             subject.run_forward(batch, **buffers.arguments, group=GROUP, **changes)
 
     yield "planned, without an LSE", None, partial(planned, lse=None)
-    yield "under the caller's settings of torch", batch.lse, partial(_in_other_settings, subject, batch)
+    yield (
+        "under the caller's settings of torch",
+        batch.lse,
+        partial(in_other_settings, subject.device, partial(subject.run_forward, batch)),
+    )
     if batch.lse is not None:
         yield "planned, with an LSE", batch.lse, planned
         yield "without an LSE", None, partial(subject.run_forward, batch, lse=None)
 
 
-def _in_other_settings(subject: Subject, batch: PagedBatch) -> None:
+def in_other_settings(device: torch.device, run: Callable[[], None]) -> None:
     """As of models that are loaded in half precision and run under autocast."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.inference_mode(), torch.autocast(subject.device.type, dtype=torch.bfloat16):
-            subject.run_forward(batch)
+        with torch.inference_mode(), torch.autocast(device.type, dtype=torch.bfloat16):
+            run()
     finally:
         torch.set_default_dtype(before)
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from attnbackend.kv_cache import kv_cache_geometry, spec_of
-from attnbackend.testing.batches import PagedBatch
+from attnbackend.testing.conformance.base_subject import BaseSubject, Batch, Case
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
+from attnbackend.testing.conformance.exchange import copy_bits
 from attnbackend.testing.conformance.outcome import Skipped
-from attnbackend.testing.conformance.planned import params_of
 from attnbackend.testing.conformance.subject import Subject
-from attnbackend.testing.judgement import assert_attention_within_rule
 
-__all__ = ["Overflow"]
+__all__ = ["Overflow", "offsets_allowed", "wrong_far_away"]
 
 _LIMIT = 2**31 - 1
 
@@ -38,25 +38,31 @@ class Overflow(Check):
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
         if case.id == "geometry":
-            return _geometry(subject, case)
-        batch = subject.batch(case.attention)
-        far = _far_apart(batch)
-        limit = subject.backend.max_cache_offset
+            return list(offsets_allowed(subject, case.attention))
+        return list(wrong_far_away(subject, subject.batch(case.attention)))
+
+
+def wrong_far_away(subject: BaseSubject[Any, Batch], batch: Batch) -> Iterator[str]:
+    """Of a write and reads of the batch in a cache of large strides, unless they are refused as claimed."""
+    far = _far_apart(batch)
+    for role in subject.roles:
         try:
             subject.run_write(far)
-            subject.run_forward(far)
+            subject.run(role, far)
         except ValueError:
-            if limit is None:
+            if subject.backend.max_cache_offset is None:
                 raise
-            return ()
-        assert_attention_within_rule(replace(batch, output=far.output, lse=far.lse))
-        return ()
+            continue
+        try:
+            subject.judge(role, batch)  # The results are where the nearer batch has them.
+        except AssertionError as error:
+            yield f"{subject.called(role)}{error}"
 
 
-def _geometry(subject: Subject, case: ConformanceCase) -> Sequence[str]:
+def offsets_allowed(subject: BaseSubject[Case, Any], case: Case) -> Iterator[str]:
     """Allocates nothing: shapes and strides alone are looked at."""
     limit = subject.backend.max_cache_offset
-    spec = spec_of(params_of(case.attention, subject.device.type))
+    spec = spec_of(subject.params(case))
     page = kv_cache_geometry(subject.backend, spec, 1).num_elements
     most = _LIMIT if limit is None else limit
     fitting = max(1, (most + 1) // page)
@@ -64,20 +70,20 @@ def _geometry(subject: Subject, case: ConformanceCase) -> Sequence[str]:
     try:
         geometry = kv_cache_geometry(subject.backend, spec, fitting + 1)
     except ValueError:
-        return () if limit is not None else ["a cache beyond 2**31 - 1 is refused without max_cache_offset"]
+        if limit is None:
+            yield "a cache beyond 2**31 - 1 is refused without max_cache_offset"
+        return
     if limit is not None:
-        return [f"a cache that reaches offset {geometry.max_offset} is allowed, beyond the claim {limit}"]
-    return ()
+        yield f"a cache that reaches offset {geometry.max_offset} is allowed, beyond the claim {limit}"
 
 
-def _far_apart(batch: PagedBatch) -> PagedBatch:
+def _far_apart(batch: Batch) -> Batch:
     """The same batch with so large a stride between blocks that most offsets exceed 2**31 - 1.
 
     Only the pages that are touched become memory, on the CPU; a GPU allocates all of it.
     """
-    near = batch.kv_cache
-    blocks = near.shape[0]
-    page = 2 * near.shape[2] * near.shape[3] * near.shape[4]
+    near, moved = batch.kv_cache, cast(Any, batch)
+    blocks, page = near.shape[0], math.prod(near.shape[1:])
     stride = -(-(_LIMIT + 1) // (blocks // 2)) // page * page + page
     size = ((blocks - 1) * stride + page) * near.dtype.itemsize
     try:
@@ -86,11 +92,6 @@ def _far_apart(batch: PagedBatch) -> PagedBatch:
         raise Skipped(f"no address space for {size / 2**30:.1f} GiB: {str(error).splitlines()[0]}") from None
     strides = (stride, *near[0].contiguous().stride())
     far = storage.view(near.dtype).as_strided(near.shape, strides)
-    _copy_bits(far, near)
-    return replace(batch, kv_cache=far, kv_buffer=far.unsqueeze(1))
-
-
-def _copy_bits(target: Tensor, source: Tensor) -> None:
-    if source.dtype.itemsize == 1:
-        target, source = target.view(torch.uint8), source.view(torch.uint8)
-    target.copy_(source)
+    copy_bits(far, near)
+    there: Batch = replace(moved, kv_cache=far, kv_buffer=far.unsqueeze(1))
+    return there

@@ -27,7 +27,7 @@ from attnbackend.testing.conformance.planned import (
 from attnbackend.testing.conformance.subject import Subject
 from attnbackend.types import AttentionCGSupport
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "moved"]
 
 
 class Plan(Check):
@@ -60,7 +60,7 @@ class Plan(Check):
             findings += _unplanned_differs(subject, batch, buffers, plan, what)
             if level > AttentionCGSupport.NEVER:
                 now = dict(plan_tensors(plan))
-                findings += _moved(before or now, now, what)
+                findings += moved(before or now, now, what)
                 before = now
         return findings
 
@@ -82,7 +82,7 @@ def _unplanned_differs(
             yield f"{name} of the {what} batch with a plan, against without: {differing(planned, alone)}"
 
 
-def _moved(before: dict[str, Tensor], now: dict[str, Tensor], what: str) -> Iterator[str]:
+def moved(before: dict[str, Tensor], now: dict[str, Tensor], what: str) -> Iterator[str]:
     """A captured graph reads where the first plan's tensors were."""
     for name in before.keys() | now.keys():
         old, new = before.get(name), now.get(name)

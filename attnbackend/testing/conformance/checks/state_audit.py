@@ -12,7 +12,7 @@ from attnbackend.testing.conformance.checks.base import Check
 from attnbackend.testing.conformance.subject import Subject
 from attnbackend.testing.state_audit import AllowedWrite, AuditReport, audit_op
 
-__all__ = ["StateAudit"]
+__all__ = ["StateAudit", "write_faults"]
 
 
 class StateAudit(Check):
@@ -33,14 +33,14 @@ class StateAudit(Check):
         findings: list[str] = []
         if case.attention.writes_new_tokens:
             write = audit_op(subject.write, *subject.write_args(batch), allow=allow)
-            findings += _faults("kv_cache_update", write)
+            findings += write_faults("kv_cache_update", write)
         # A second batch: the writer leaves the first one's slots written.
         written = subject.batch(replace(case.attention, new_tokens_written=True))
         forward = audit_op(subject.forward, *subject.forward_args(written), allow=allow)
-        return [*findings, *_faults("forward", forward)]
+        return [*findings, *write_faults("forward", forward)]
 
 
-def _faults(what: str, report: AuditReport) -> Iterator[str]:
+def write_faults(what: str, report: AuditReport) -> Iterator[str]:
     for finding in report.findings:
         yield f"{what}: {finding}"
     for name in sorted(report.declared - report.written):

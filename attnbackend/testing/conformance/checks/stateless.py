@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attnbackend.testing.batches import PagedBatch
 from attnbackend.testing.cases import AttentionCase
+from attnbackend.testing.conformance.base_subject import BaseSubject, Batch, Case
 from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
+from attnbackend.testing.conformance.exchange import put_in
 from attnbackend.testing.conformance.subject import Subject
 from attnbackend.testing.judgement import assert_attention_within_rule
 
-__all__ = ["Stateless"]
+__all__ = ["Stateless", "later_calls"]
 
 _FEATURES = ("plain", "everything", "ranges")
 _FURTHER = ("no_lse", "alibi", "sinks", "encoder_only", "cross", "hnd")
@@ -45,28 +47,38 @@ class Stateless(Check):
                 yield replace(case, id=f"query_scale-{case.id}", feature="query_scale")
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
-        first, other = subject.batch(case.attention), _changed(subject, case.attention)
-        elsewhere = subject.batch(case.attention)
-        findings = []
-        for what, contents, memory, q_scale in (
-            ("the first call", first, first, 0.25),
-            ("other contents in the memory of the first call", other, first, 0.5),
-            ("the contents of the first call elsewhere", elsewhere, elsewhere, 0.25),
-        ):
-            batch = contents if contents is memory else _put_in(memory, contents)
-            try:
-                _write_and_judge(subject, batch, q_scale if case.feature == "query_scale" else None)
-            except AssertionError as error:
-                findings.append(f"{what}: {error}")
-        return findings
+        scales = iter((0.25, 0.5, 0.25) if case.feature == "query_scale" else (None,) * 3)
+        other = _changed(subject, case.attention)
+        act = partial(_write_and_judge, subject, scales)
+        return list(later_calls(subject, case.attention, other, act))
 
 
-def _write_and_judge(subject: Subject, batch: PagedBatch, q_scale: float | None) -> None:
+def later_calls(
+    subject: BaseSubject[Case, Batch], case: Case, other: Batch, act: Callable[[Batch], None]
+) -> Iterator[str]:
+    """What ``act`` finds of a case, then of ``other`` in the same memory, then of the case elsewhere.
+
+    Args:
+        act: writes, reads, and raises AssertionError where the answer is not right.
+    """
+    first, elsewhere = subject.batch(case), subject.batch(case)
+    for what, contents, memory in (
+        ("the first call", first, first),
+        ("other contents in the memory of the first call", other, first),
+        ("the contents of the first call elsewhere", elsewhere, elsewhere),
+    ):
+        try:
+            act(contents if contents is memory else put_in(memory, contents))
+        except AssertionError as error:
+            yield f"{what}: {error}"
+
+
+def _write_and_judge(subject: Subject, scales: Iterator[float | None], batch: PagedBatch) -> None:
     if batch.case.writes_new_tokens:
         subject.run_write(batch)
     batch.poison_outputs()
     extras: dict[str, Any] = {}
-    if q_scale is not None:
+    if (q_scale := next(scales)) is not None:
         extras["q_scale"] = torch.full((1,), q_scale, device=subject.device)
     subject.run_forward(batch, **extras)
     scale = batch.case.softmax_scale * (1.0 if q_scale is None else q_scale)
@@ -91,20 +103,3 @@ def _halved(scale: float | tuple[float, ...] | None) -> float | tuple[float, ...
     if isinstance(scale, tuple):
         return tuple(x / 2 for x in reversed(scale))
     return None if scale is None else scale / 2
-
-
-def _put_in(memory: PagedBatch, contents: PagedBatch) -> PagedBatch:
-    """``contents`` in the tensors of ``memory``."""
-    found: dict[str, Any] = {}
-    for name in (field.name for field in fields(memory)):
-        target, source = getattr(memory, name), getattr(contents, name)
-        if isinstance(target, Tensor):
-            _copy_bits(target, source)
-            found[name] = target
-    return replace(contents, **found)
-
-
-def _copy_bits(target: Tensor, source: Tensor) -> None:
-    if source.dtype.itemsize == 1:
-        target, source = target.view(torch.uint8), source.view(torch.uint8)
-    target.copy_(source)

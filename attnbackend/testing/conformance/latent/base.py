@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from attnbackend.testing.conformance.latent.case import LatentCase
 from attnbackend.testing.conformance.latent.cases import LatentCases
-from attnbackend.testing.conformance.latent.subject import LatentSubject
+from attnbackend.testing.conformance.latent_subject import LatentSubject
 
 __all__ = ["LatentCheck"]
 

@@ -11,17 +11,25 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnbackend._torch_compat import reset_compiler
 from attnbackend.testing.conformance.batch_shapes import BATCHES, DECODE, MIXED, PADDED
 from attnbackend.testing.conformance.bits import differing, same_bits
+from attnbackend.testing.conformance.checks.overflow import Overflow as DenseOverflow
+from attnbackend.testing.conformance.checks.overflow import offsets_allowed, wrong_far_away
+from attnbackend.testing.conformance.checks.state_audit import write_faults
 from attnbackend.testing.conformance.latent.base import LatentCheck
 from attnbackend.testing.conformance.latent.case import LatentCase
 from attnbackend.testing.conformance.latent.cases import LatentCases
-from attnbackend.testing.conformance.latent.subject import Arguments, LatentSubject
-from attnbackend.testing.mla_batches import MLABatch, expected_mla_cache, update_arguments
-from attnbackend.testing.state_audit import AllowedWrite, AuditReport, audit_op
+from attnbackend.testing.conformance.latent_subject import LatentSubject
+from attnbackend.testing.mla_batches import MLABatch, expected_mla_cache
+from attnbackend.testing.state_audit import AllowedWrite, audit_op
 
-__all__ = ["CacheWrites", "Compiled", "OpCheck", "Padding", "StateAudit"]
+__all__ = ["SAMPLES", "CacheWrites", "Overflow", "Padding", "StateAudit"]
+
+SAMPLES = (
+    ("plain", MIXED), ("no_lse", PADDED), ("plain", "one_token"), ("strided_tensors", DECODE),
+    ("layers_interleaved", DECODE), ("cache_fp8_scaled", DECODE),
+)  # fmt: skip
+"""Cases of the checks that are about the ops' schemas."""
 
 _ABOUT_MEMORY = ("memory", "head sizes", "block_size", "kv_cache_dtype", "dtype")
 
@@ -98,8 +106,8 @@ class Padding(LatentCheck):
         for name, value in _POISONS.items():
             batch.kv_cache[stale.to(subject.device)] = value
             batch.poison_outputs()
-            for op, (positional, keyword) in subject.calls(batch).values():
-                op(*positional, **keyword)
+            for role in subject.roles:
+                subject.run(role, batch)
             results = _results(subject, batch)
             findings += [f"with {name} in stale memory: {fault}" for fault in _unfilled(subject, batch)]
             calm = calm or results
@@ -142,97 +150,34 @@ def _unfilled(subject: LatentSubject, batch: MLABatch) -> Iterator[str]:
             yield f"LSE of the {where} is not -inf"
 
 
-_SAMPLES = (
-    ("plain", MIXED), ("no_lse", PADDED), ("plain", "one_token"), ("strided_tensors", DECODE),
-    ("layers_interleaved", DECODE), ("cache_fp8_scaled", DECODE),
-)  # fmt: skip
-
-
 class StateAudit(LatentCheck):
     name = "state_audit"
     proves = "A call changes its declared arguments and no other memory of the process, and does change them."
 
     def cases(self, generate: LatentCases) -> Iterator[LatentCase]:
-        yield from generate.some(*_SAMPLES)
+        yield from generate.some(*SAMPLES)
 
     def run(self, subject: LatentSubject, case: LatentCase) -> Sequence[str]:
+        unwritten = subject.batch(replace(case.mla, new_tokens_written=False))
+        calls = {**subject.calls(subject.batch(case.mla)), "write": subject.write_call(unwritten)}
         allow = [AllowedWrite(x, "a workspace of the backend") for x in subject.backend.workspaces()]
         findings: list[str] = []
-        for role, (op, (positional, keyword)) in subject.calls(subject.batch(case.mla)).items():
-            findings += _faults(role, audit_op(op, positional, keyword, allow=allow))
-        unwritten = subject.batch(replace(case.mla, new_tokens_written=False))
-        positional, keyword = update_arguments(unwritten)
-        return [*findings, *_faults("write", audit_op(subject.write, positional, keyword, allow=allow))]
-
-
-def _faults(what: str, report: AuditReport) -> Iterator[str]:
-    for finding in report.findings:
-        yield f"{what}: {finding}"
-    for name in sorted(report.declared - report.written):
-        yield f"{what}: {name} is declared written, poisoned before the call, and was not written"
-
-
-class OpCheck(LatentCheck):
-    name = "opcheck"
-    proves = "Schemas, fakes, autograd registration and AOT dispatch agree (torch.library.opcheck)."
-
-    def cases(self, generate: LatentCases) -> Iterator[LatentCase]:
-        yield from generate.some(*_SAMPLES)
-
-    def run(self, subject: LatentSubject, case: LatentCase) -> Sequence[str]:
-        batch, findings = _comparable(subject.batch(case.mla)), []
-        calls = {**subject.calls(batch), "write": (subject.write, update_arguments(batch))}
-        for what, (op, (positional, keyword)) in calls.items():
-            results = torch.library.opcheck(op, positional, keyword, raise_exception=False)
-            findings += [
-                f"{what}: {utility}: {(str(result) or type(result).__name__).splitlines()[0]}"
-                for utility, result in results.items()
-                if result != "SUCCESS"
-            ]
+        for what, call in calls.items():
+            findings += write_faults(what, audit_op(call.op, *call.arguments, allow=allow))
         return findings
 
 
-def _comparable(batch: MLABatch) -> MLABatch:
-    """opcheck compares by value, so nothing may be NaN, nor float8, which torch cannot compare."""
-    if batch.kv_cache.dtype.itemsize == 1:
-        batch = replace(batch, kv_cache=batch.kv_cache.view(torch.uint8))
-        batch.kv_cache.clamp_(max=0x70)
-    inputs = (batch.kv_cache, batch.query, batch.query_latent, batch.query_rope, batch.kv_c, batch.k_pe)
-    for x in (*inputs, batch.output, batch.latent_output, batch.lse):
-        if x is not None and x.is_floating_point():
-            x.copy_(x.nan_to_num(0.5))
-    return batch
-
-
-class Compiled(LatentCheck):
-    name = "compiled"
-    proves = "In a compiled graph, a write and a read of one cache give eager's output and cache."
+class Overflow(LatentCheck):
+    name = DenseOverflow.name
+    proves = DenseOverflow.proves
 
     def cases(self, generate: LatentCases) -> Iterator[LatentCase]:
-        yield from generate.some(
-            ("plain", MIXED), ("plain", DECODE), ("layers_interleaved", DECODE), ("cache_fp8_scaled", DECODE),
-            new_tokens_written=False,
-        )  # fmt: skip
+        feature = "cache_fp8" if "cache_fp8" in generate.features else "plain"
+        for case in generate.case(feature, DECODE, new_tokens_written=False, lse=False):
+            yield replace(case, id="geometry")
+            yield replace(case, id="strides_beyond_32_bits")
 
     def run(self, subject: LatentSubject, case: LatentCase) -> Sequence[str]:
-        reset_compiler()
-        try:
-            return list(_differences(subject, case))
-        finally:
-            reset_compiler()
-
-
-def _differences(subject: LatentSubject, case: LatentCase) -> Iterator[str]:
-    def step(write: Arguments, read: Arguments) -> None:
-        subject.write(*write[0], **write[1])
-        op(*read[0], **read[1])
-
-    for role in subject.calls(subject.batch(case.mla)):
-        eager, traced = (subject.batch(case.mla) for _ in range(2))
-        for run, batch in ((step, eager), (torch.compile(step, backend="aot_eager", fullgraph=True), traced)):
-            op, arguments = subject.calls(batch)[role]
-            run(update_arguments(batch), arguments)
-        for what in ("output" if role == "forward_mixed" else "latent_output", "kv_cache"):
-            got, wanted = getattr(traced, what), getattr(eager, what)
-            if not same_bits(got, wanted):
-                yield f"{what} of {role} in a graph differs from eager's: {differing(got, wanted)}"
+        if case.id == "geometry":
+            return list(offsets_allowed(subject, case.mla))
+        return list(wrong_far_away(subject, subject.batch(case.mla)))

@@ -6,20 +6,14 @@ R qk_rope_head_dim, P qk_nope_head_dim, D = P + R, V v_head_dim.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnbackend.backend import AttentionBackend
 from attnbackend.backends.mla.torch_mla import (
-    TorchMLABackend,
     TorchMLAImpl,
     TorchMLAMetadataBuilder,
     TorchMLASparseBackend,
@@ -28,47 +22,11 @@ from attnbackend.backends.mla.torch_mla import (
 from attnbackend.impl import MLATensors
 from attnbackend.metadata import CommonAttentionMetadata
 from attnbackend.mla_metadata import MLAMetadata, MLAPrefillMetadata
-from attnbackend.ops import mla_mixed
-from attnbackend.types import AttentionCGSupport, LSEBase
+from attnbackend.testing.conformance.latent.mutant import LatentMutant
+from attnbackend.testing.conformance.latent.state_mutants import LATENT_STATE_MUTANTS
+from attnbackend.types import LSEBase
 
-__all__ = ["LATENT_MUTANTS", "LatentMutant"]
-
-
-@dataclass(frozen=True)
-class LatentMutant:
-    """`TORCH_MLA` with one fault."""
-
-    name: str
-    fault: str
-    caught_by: str
-    """Name of the check that must reject it, whatever other checks do."""
-    impl: type[Any] = TorchMLAImpl
-    builder: type[Any] = TorchMLAMetadataBuilder
-    claims: dict[str, Any] = field(default_factory=dict, hash=False)
-    base: type[AttentionBackend] = TorchMLABackend
-    patch: tuple[str, Callable[..., Any]] | None = None
-    """A function of the step around the backend, by its name in `attnbackend.ops.mla_mixed`, gone wrong."""
-
-    def backend(self) -> type[AttentionBackend]:
-        """The class, not registered."""
-        own = {"get_impl_cls": staticmethod(lambda: self.impl)}
-        if self.base is TorchMLABackend:
-            own["get_builder_cls"] = staticmethod(lambda: self.builder)
-        body = {
-            "get_name": staticmethod(lambda: f"LATENT_MUTANT_{self.name.upper()}"),
-            **own, **self.claims, "__module__": __name__, "__doc__": self.fault,
-        }  # fmt: skip
-        return types.new_class(f"Mutant_{self.name}", (self.base,), {}, lambda ns: ns.update(body))
-
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """The fault that lies outside of the class is there inside the ``with`` block."""
-        if self.patch is None:
-            yield
-            return
-        name, wrong = self.patch
-        with mock.patch.object(mla_mixed, name, wrong):
-            yield
+__all__ = ["LATENT_MUTANTS"]
 
 
 class _RopeMissing(TorchMLAImpl):
@@ -172,20 +130,6 @@ class _ScaleOfOwnKeys(TorchMLAImpl):
         usual.forward_mha(query, key, value, attn_metadata, output, lse)
 
 
-class _EveryThirdCallOff(TorchMLAImpl):
-    calls = 0
-
-    def forward_mqa(
-        self, query_latent: Tensor, query_rope: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor,
-        tensors: MLATensors,
-    ) -> None:  # fmt: skip
-        """As sums of partial results in any order are: by a last bit."""
-        super().forward_mqa(query_latent, query_rope, kv_cache, attn_metadata, output, tensors)
-        type(self).calls += 1
-        if type(self).calls % 3 == 1:
-            output.mul_(1 + 2e-7)
-
-
 class _ChunksCausal(TorchMLAImpl):
     def forward_mha(
         self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: MLAPrefillMetadata, output: Tensor,
@@ -221,15 +165,6 @@ class _WritesPadding(TorchMLAImpl):
         super().mla_kv_cache_update(kv_c, k_pe, kv_cache, slot_mapping.clamp(min=0), k_scale)
 
 
-class _ReadsWriteACache(TorchMLAImpl):
-    def forward_mqa(
-        self, query_latent: Tensor, query_rope: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor,
-        tensors: MLATensors,
-    ) -> None:  # fmt: skip
-        super().forward_mqa(query_latent, query_rope, kv_cache, attn_metadata, output, tensors)
-        kv_cache[0, 0, 0] = 1
-
-
 class _SelectionIgnored(TorchMLASparseImpl):
     def forward_mqa(
         self, query_latent: Tensor, query_rope: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor,
@@ -255,10 +190,6 @@ class _NoneIsNewest(TorchMLASparseImpl):
         super().forward_mqa(query_latent, query_rope, kv_cache, attn_metadata, output, wrong)
 
 
-class _ClaimsGraphs(TorchMLAMetadataBuilder):
-    cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-
-
 class _ChunkTwice(TorchMLAMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -278,15 +209,6 @@ class _LastChunkMissing(TorchMLAMetadataBuilder):
         if plan.prefill is None:
             return plan
         return replace(plan, prefill=replace(plan.prefill, chunks=plan.prefill.chunks[:-1]))
-
-
-class _FirstPlanKept(TorchMLAMetadataBuilder):
-    def build_decode(self, common: CommonAttentionMetadata) -> Any:
-        plan = super().build_decode(common)
-        if self.limits is None:
-            return plan
-        self._kept = getattr(self, "_kept", plan)
-        return self._kept
 
 
 def _shape_with_heads(
@@ -350,20 +272,11 @@ _ALL = (
     LatentMutant("padding_not_zeroed", "tokens behind the last request are 1", "padding", _PaddingNotZeroed),
     LatentMutant("row_swapped", "the rotated key is written before the latent", "cache_writes", _RowSwapped),
     LatentMutant("writes_padding", "slot -1 writes to slot 0", "cache_writes", _WritesPadding),
-    LatentMutant("reads_write_a_cache", "reading changes the cache", "state_audit", _ReadsWriteACache),
-    LatentMutant("first_plan_kept", "the first plan serves every step", "plan", builder=_FirstPlanKept),
     LatentMutant(
         "claims_windows", "a window is claimed, and ignored", "refusal",
         claims={"supports_sliding_window": True},
     ),
     LatentMutant("scale_of_own_keys", "prompts take the usual factor", "mha", _ScaleOfOwnKeys),
-    LatentMutant(
-        "not_deterministic", "every third call is off by a bit", "plan", _EveryThirdCallOff
-    ),
-    LatentMutant(
-        "claims_graphs", "graph support is claimed, and lengths wanted on the host", "plan",
-        builder=_ClaimsGraphs,
-    ),
     LatentMutant(
         "cache_with_heads", "the cache's shape has a dimension of heads", "cache_writes",
         claims={"get_kv_cache_shape": staticmethod(_shape_with_heads)},
@@ -376,6 +289,7 @@ _ALL = (
         "selection_ignored", "all keys are seen, not the selected ones", "mqa", _SelectionIgnored,
         base=TorchMLASparseBackend,
     ),
+    *LATENT_STATE_MUTANTS,
 )  # fmt: skip
 LATENT_MUTANTS: dict[str, LatentMutant] = {m.name: m for m in _ALL}
 """By name."""

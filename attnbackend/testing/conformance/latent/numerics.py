@@ -6,23 +6,30 @@ Shape legend: T tokens, S keys, H heads, D head size of query and key, V that of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attnbackend.config import set_config
 from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED
+from attnbackend.testing.conformance.checks import lse as dense
+from attnbackend.testing.conformance.checks.numerics import in_other_settings
 from attnbackend.testing.conformance.latent.base import LatentCheck
 from attnbackend.testing.conformance.latent.case import LatentCase
 from attnbackend.testing.conformance.latent.cases import LatentCases
-from attnbackend.testing.conformance.latent.subject import LatentSubject
+from attnbackend.testing.conformance.latent_subject import MIXED as MIXED_STEPS
+from attnbackend.testing.conformance.latent_subject import MQA, LatentSubject
+from attnbackend.testing.mla_batches import MLABatch
 from attnbackend.testing.mla_cases import MLACase
-from attnbackend.testing.mla_judgement import assert_mixed_within_rule, assert_mqa_within_rule
 from attnbackend.testing.reference_mla import plain_torch_mla, reference_mla
 from attnbackend.testing.rounding import float32_latent_spread
 from attnbackend.testing.tolerance import assert_within_rule, assert_within_spread
 
-__all__ = ["Mixed", "OnLatents", "OwnKeys"]
+__all__ = ["LSE", "Mixed", "OnLatents", "OwnKeys"]
+
+_HALVES = "plain-halves"
 
 
 class OnLatents(LatentCheck):
@@ -36,9 +43,17 @@ class OnLatents(LatentCheck):
 
     def run(self, subject: LatentSubject, case: LatentCase) -> Sequence[str]:
         batch = subject.batch(case.mla)
-        subject.run_mqa(batch)
-        assert_mqa_within_rule(batch)
+        subject.run(MQA, batch)
+        subject.judge(MQA, batch)
+        _judge_in_other_settings(subject, MQA, case, batch)
         return ()
+
+
+def _judge_in_other_settings(subject: LatentSubject, role: str, case: LatentCase, batch: MLABatch) -> None:
+    if case.feature == "plain" and case.id.endswith((MIXED, DECODE)):
+        batch.poison_outputs()
+        in_other_settings(subject.device, partial(subject.run, role, batch))
+        subject.judge(role, batch)
 
 
 class Mixed(LatentCheck):
@@ -59,9 +74,31 @@ class Mixed(LatentCheck):
         for tokens in (16, 1 << 15):
             batch.poison_outputs()
             with set_config(mla_context_tokens=tokens):
-                subject.run_mixed(batch)
-            assert_mixed_within_rule(batch)
+                subject.run(MIXED_STEPS, batch)
+            subject.judge(MIXED_STEPS, batch)
+        _judge_in_other_settings(subject, MIXED_STEPS, case, batch)
         return ()
+
+
+class LSE(LatentCheck):
+    name = dense.LSE.name
+    proves = "Parts merged by their LSE equal the whole, and the empty state is (0, -inf)."
+
+    def cases(self, generate: LatentCases) -> Iterator[LatentCase]:
+        if not generate.backend.supports_lse():
+            return
+        yield from generate.case("plain", "graph_padding_requests")
+        if not generate.backend.is_sparse:  # a selection counts from the request's first key
+            halves = {"query_lens": (1, 0, 1), "context_lens": (70, 0, 46)}
+            for case in generate.case("plain", DECODE):
+                yield replace(case, id=_HALVES, mla=replace(case.mla, **halves))  # type: ignore[arg-type]
+
+    def run(self, subject: LatentSubject, case: LatentCase) -> Sequence[str]:
+        batch = subject.batch(case.mla)
+        subject.run(MQA, batch)
+        whole = subject.results(MQA, batch)
+        findings = dense.empty_state(batch, (whole["output"], whole["LSE"]))
+        return [*findings, *(dense.merged_differs(subject, MQA, batch) if case.id == _HALVES else ())]
 
 
 _QUERIES, _KEYS = (3, 0, 5, 4, 40), (7, 2, 0, 2, 40)
