@@ -106,9 +106,9 @@ class _FirstOutput(TorchMLAImpl):
     kept: Tensor | None = None
 
     def forward_mqa(self, *args: Any) -> None:
-        output = args[4]
+        query, rope, kv_cache, plan, output, tensors = args
         self.kept = output if self.kept is None or self.kept.shape != output.shape else self.kept
-        super().forward_mqa(*args[:4], self.kept, args[5])
+        super().forward_mqa(query, rope, kv_cache, plan, self.kept, tensors)
 
 
 class _Offsets32(TorchMLAImpl):
