@@ -20,7 +20,7 @@ BATCHES: dict[str, dict[str, Any]] = {
     MIXED: LARGEST,
     DECODE: {"query_lens": (1, 1, 1), "context_lens": (0, 33, 70)},
     "uniform_of_four": {"query_lens": (4, 4, 4), "context_lens": (12, 28, 3)},
-    "prefill": {"query_lens": (19, 3), "context_lens": (0, 0)},
+    "prefill": {"query_lens": (19, 3, 16), "context_lens": (0, 0, 0)},
     "chunked_prefill": {"query_lens": (16, 9), "context_lens": (32, 16)},
     "one_token": {"query_lens": (1,), "context_lens": (0,)},
     ONE_REQUEST: {"query_lens": (1,), "context_lens": (45,)},
@@ -44,6 +44,6 @@ LARGE_BATCHES: dict[str, dict[str, Any]] = {
     UNEVEN_DECODE: {"query_lens": (1,) * 4, "context_lens": (1500, 0, 7, 511)},
     "long_prompt": {"query_lens": (150,), "context_lens": (21,)},
     "full_tiles": {"query_lens": (128, 64), "context_lens": (0, 64)},
-    "many_requests": {"query_lens": (1,) * 37, "context_lens": tuple(range(37))},
+    "many_requests": {"query_lens": (1,) * 133, "context_lens": tuple(i % 37 for i in range(133))},
 }
 """As `BATCHES`, beyond what one tile of a kernel holds; for a few features only; all have uneven decodes."""

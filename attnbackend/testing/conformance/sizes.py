@@ -1,4 +1,4 @@
-"""Sizes that probe a claimed range: its ends, what is typical, and an odd one between."""
+"""Sizes that probe a claimed range: its ends, what is typical, and an odd multiple of its step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def probing_sizes(
     for item in claimed:
         if isinstance(item, MultipleOf):
             low = item.at_least(1)
-            ends = (low, low + item.base, item.at_most(item.high or max(largest, low)))
+            odd = low + item.base * (1 + low // item.base % 2)
+            ends = (low, odd, item.at_most(item.high or max(largest, low)))
             found.update(size for size in (*ends, *typical) if size in item)
         else:
             found.add(item)

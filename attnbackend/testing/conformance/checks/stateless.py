@@ -38,7 +38,7 @@ class Stateless(Check):
         per_head = [n for n, f in generate.features.items() if f.claim == "per_head_quant_scales"][:1]
         further = () if generate.quick else (*_FURTHER, *per_head)
         for feature in (*_FEATURES, *scaled, *further):
-            one = DECODE if feature == "everything" else MIXED
+            one = MIXED if feature in ("plain", "ranges") else DECODE
             batches = (one,) if generate.quick else (DECODE, MIXED)
             written = feature == "cross"  # no call of the writer adds to an encoder's keys
             yield from generate.some(*((feature, batch) for batch in batches), new_tokens_written=written)

@@ -54,10 +54,12 @@ class LatentCases:
             "layers_interleaved": ("memory", {"num_layers": 3}),
             "strided_tensors": ("memory", {"strided_tensors": True}),
         }
+        if self.backend.is_sparse:
+            fixed["many_selected"] = ("selection", {"top_k": 200})
         return fixed | dict(self._sizes()) | dict(self._types())
 
     def _sizes(self) -> Iterator[tuple[str, Feature]]:
-        sizes = probing_sizes(self.backend.supported_block_sizes, typical=(16, 48, 64, 128), largest=128)
+        sizes = probing_sizes(self.backend.supported_block_sizes, typical=(16, 32, 48, 64, 128), largest=128)
         for size in sizes:
             yield f"block_size_{size}", ("block_size", {"block_size": size})
 
@@ -106,6 +108,7 @@ class LatentCases:
                 yield from self.case(name, batch)
         for batch in LARGE_BATCHES:
             yield from self.case("plain", batch)
+        yield from self.case("many_selected", "long_context")
 
     def some(self, *pairs: tuple[str, str], **changes: Any) -> Iterator[LatentCase]:
         for feature, batch in pairs:

@@ -236,6 +236,43 @@ def _sum_of_outputs(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     return (out_a + out_b) / 2, torch.logaddexp(lse_a, lse_b)
 
 
+class _SelectionInOneTile(TorchMLASparseImpl):
+    def forward_mqa(self, *args: Any) -> None:
+        query, rope, kv_cache, plan, output, tensors = args
+        first = tensors.topk_indices.clone()
+        first[:, 64:] = -1
+        super().forward_mqa(query, rope, kv_cache, plan, output, tensors._replace(topk_indices=first))
+
+
+class _RequestsInOneTile(TorchMLAImpl):
+    def forward_mqa(self, *args: Any) -> None:
+        query, rope, kv_cache, plan, *rest = args
+        wrong = replace(plan, requests=tuple(r._replace(row=r.row % 128) for r in plan.requests))
+        super().forward_mqa(query, rope, kv_cache, wrong, *rest)
+
+
+class _DecodesWithoutScale(TorchMLAImpl):
+    def forward_mqa(self, *args: Any) -> None:
+        query, rope, kv_cache, plan, output, tensors = args
+        if all(r.stop - r.start == 1 for r in plan.requests):
+            tensors = tensors._replace(k_scale=None)
+        super().forward_mqa(query, rope, kv_cache, plan, output, tensors)
+
+
+class _DefaultDtype(TorchMLAImpl):
+    def _attend(self, *args: Tensor) -> tuple[Tensor, Tensor]:
+        out_NHL, lse_NH = super()._attend(*args)
+        return out_NHL.to(torch.get_default_dtype()).to(out_NHL.dtype), lse_NH
+
+
+class _OneKeyLost(TorchMLAImpl):
+    def forward_mha(self, *args: Any) -> None:
+        query, key, value, plan, output, lse = args
+        super().forward_mha(query, key, value, plan, output, lse)
+        if plan.max_seqlen_k == 1 and not plan.causal:
+            lse.fill_(-torch.inf)
+
+
 _ALL = (
     LatentMutant("rope_missing", "scores of decodes lack the rotated part", "mqa", _RopeMissing),
     LatentMutant("rope_missing_in_prompts", "so do those of prompts", "mha", _RopeMissingInPrompts),
@@ -288,6 +325,22 @@ _ALL = (
     LatentMutant(
         "selection_ignored", "all keys are seen, not the selected ones", "mqa", _SelectionIgnored,
         base=TorchMLASparseBackend,
+    ),
+    LatentMutant(
+        "selection_in_one_tile", "no more than 64 selected keys are read", "mqa", _SelectionInOneTile,
+        base=TorchMLASparseBackend,
+    ),
+    LatentMutant(
+        "requests_in_one_tile", "requests from the 129th on have the pages of those from the first", "mqa",
+        _RequestsInOneTile,
+    ),
+    LatentMutant(
+        "sums_in_default_dtype", "results pass through torch's default dtype", "mqa", _DefaultDtype
+    ),
+    LatentMutant("one_key_lost", "context chunks of one key count for nothing", "mixed", _OneKeyLost),
+    LatentMutant(
+        "decodes_without_scale", "float8 rows are read without their scale in decodes", "stateless",
+        _DecodesWithoutScale,
     ),
     *LATENT_STATE_MUTANTS,
 )  # fmt: skip

@@ -71,7 +71,7 @@ class Mixed(LatentCheck):
 
     def run(self, subject: LatentSubject, case: LatentCase) -> Sequence[str]:
         batch = subject.batch(case.mla)
-        for tokens in (16, 1 << 15):
+        for tokens in (14, 1 << 15):
             batch.poison_outputs()
             with set_config(mla_context_tokens=tokens):
                 subject.run(MIXED_STEPS, batch)

@@ -165,6 +165,15 @@ class WritesOneTileOnly(HonestImpl):
         super().kv_cache_update(key[:128], value[:128], kv_cache, slot_mapping[:128], tensors)
 
 
+class DecodesWithoutValueScale(HonestImpl):
+    def gather(
+        self, kv_cache: Tensor, side: int, table_RW: Tensor, at: Places, tensors: OptionalTensors
+    ) -> Tensor:
+        """As many tokens as requests: a kernel of its own."""
+        ours = tensors if len(at.row_T) != len(table_RW) else tensors._replace(v_scale=None)
+        return super().gather(kv_cache, side, table_RW, at, ours)
+
+
 ASSUMPTION_MUTANTS = (
     on_path(
         "planned_decode_with_window", "under a window, where a plan says that it is a decode",
@@ -191,6 +200,19 @@ ASSUMPTION_MUTANTS = (
         "heads_of_96", "for head sizes that are a multiple of 96", lambda c: c.params.head_size % 96 == 0
     ),
     on_path("pages_beyond_64", "for pages of more than 64 tokens", lambda c: c.params.block_size > 64),
+    on_path(
+        "odd_heads", "for head sizes that are no multiple of 16, but for 8",
+        lambda c: c.params.head_size > 8 and c.params.head_size % 16 > 0,
+    ),
+    on_path("many_requests", "for batches of more than 128 requests", lambda c: len(c.batch.seq_lens) > 128),
+    on_path(
+        "prompt_of_a_page", "for prompts of one page",
+        lambda c: ((c.query_lens == c.params.block_size) & (c.batch.seq_lens == c.query_lens))[c.at.row_T],
+    ),
+    Mutant(
+        "decodes_without_value_scale", "v_scale is not applied in decodes", "stateless",
+        DecodesWithoutValueScale,
+    ),
     Mutant("key_read_as_value", "keys have the strides of values", "numerics", KeyReadAsValue),
     Mutant("key_written_as_value", "keys have the strides of values", "cache_writes", KeyWrittenAsValue),
     Mutant("scale_of_powers_of_two", "scales are rounded to powers of 2", "numerics", ScaleOfPowersOfTwo),

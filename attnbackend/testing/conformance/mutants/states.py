@@ -89,6 +89,21 @@ class _Disguised(AttentionMetadata):
         return self.__dict__["shown"].seq_lens is seq_lens
 
 
+class LastStepsBuilder(HonestBuilder):
+    last: CommonAttentionMetadata | None = None
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> AttentionMetadata:  # fmt: skip
+        """As where a copy to the device is read before it has come."""
+        plan = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self.limits is None:
+            return plan
+        now = common_attn_metadata.replace(seq_lens=common_attn_metadata.seq_lens.clone())
+        last, self.last = self.last or now, now
+        return _Disguised(common=common_attn_metadata, real=last)
+
+
 class MovingBuilder(HonestBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -153,6 +168,7 @@ STATE_MUTANTS = (
     Mutant("writes_workspace", "forward writes a tensor of its module", "state_audit", WritesWorkspace),
     Mutant("keeps_first_cache", "later calls read the first call's cache", "compiled", KeepsFirstCache),
     Mutant("baked_plan", "every step runs with the first step's lengths", "plan", builder=BakedBuilder),
+    Mutant("last_plan", "a step runs with the lengths of the step before", "plan", builder=LastStepsBuilder),
     Mutant("moving_plan", "plans for graphs hold new tensors at each step", "plan", builder=MovingBuilder),
     Mutant("asks_for_lengths", "forward waits for the device inside a graph", "host_sync", AsksForLengths),
     Mutant("masks_slots", "the writer waits for the device inside a graph", "host_sync", MasksSlots),
