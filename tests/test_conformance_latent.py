@@ -38,6 +38,13 @@ def test_plans_made_on_the_device_pass_where_those_of_the_host_are_rejected() ->
     assert check_backend(host, only=["graphs"], case="plain-captured").failures
 
 
+def test_memory_that_is_given_up_is_named_beside_what_waits() -> None:
+    report = check_backend(LATENT_MUTANTS["workspace_regrown"].backend(), only=["host_sync"], quick=True)
+    assert "forward_mqa: a call of one token gives up 3072 bytes" in report.failures[0].message
+    waiting = check_backend(LATENT_MUTANTS["claims_graphs"].backend(), only=["host_sync"], quick=True)
+    assert "gives up" not in str(waiting)
+
+
 def test_torch_mla_conforms() -> None:
     only = [name for name in LATENT_CHECKS if name not in ("opcheck", "compiled")]
     report = check_backend("TORCH_MLA", only=only, quick=True)

@@ -119,6 +119,19 @@ class _Offsets32(TorchMLAImpl):
         return super().gather_latents(kv_cache, torch.where(beyond_J, slots % size, slots), *args)
 
 
+class _RegrownWorkspace(TorchMLAImpl):
+    """Partial results lie in memory of the call's size, kept for the next call of that size."""
+
+    space: Tensor | None = None
+
+    def forward_mqa(self, *args: Any) -> None:
+        query, rope, kv_cache, plan, output, tensors = args
+        if self.space is None or self.space.shape != output.shape:
+            self.space = torch.empty_like(output)
+        super().forward_mqa(query, rope, kv_cache, plan, self.space, tensors)
+        output.copy_(self.space)
+
+
 class _LSEOfNothing(TorchMLAImpl):
     def forward_mqa(self, *args: Any) -> None:
         super().forward_mqa(*args)
@@ -185,6 +198,10 @@ LATENT_STATE_MUTANTS = (
     LatentMutant(
         "claims_graphs", "graph support is claimed, and lengths wanted on the host", "host_sync",
         builder=_ClaimsGraphs,
+    ),
+    LatentMutant(
+        "workspace_regrown", "a workspace is allocated anew where a call's size is another", "host_sync",
+        _RegrownWorkspace, builder=_ClaimsGraphs,
     ),
     LatentMutant("offsets_in_32_bits", "cache offsets wrap at 2**31, unclaimed", "overflow", _Offsets32),
     LatentMutant("reads_write_a_cache", "reading changes the cache", "state_audit", _ReadsWriteACache),

@@ -21,8 +21,8 @@ from attnbackend.testing.conformance.checks.graphs import (
     recorder,
     spare_blocks,
 )
+from attnbackend.testing.conformance.checks.host_sync import SMALLER, blocks_left, unfit_for_graphs
 from attnbackend.testing.conformance.checks.host_sync import HostSync as DenseHostSync
-from attnbackend.testing.conformance.checks.host_sync import waits
 from attnbackend.testing.conformance.checks.plan import moved
 from attnbackend.testing.conformance.checks.stateless import Stateless as DenseStateless
 from attnbackend.testing.conformance.checks.stateless import later_calls
@@ -144,7 +144,10 @@ class HostSync(LatentCheck):
         level = claimed_level(subject, case.mla)
         if level < (needed := _least_support(case.mla)):
             raise Skipped(f"the builder claims graph support for {level.name} only, not for {needed.name}")
-        return list(waits(subject, _roles_in_graphs(subject, level), subject.batch(case.mla)))
+        batch, smaller = subject.batch(case.mla), replace(case.mla, **SMALLER)
+        smaller = replace(smaller, spare_blocks=blocks_left(smaller, batch))
+        roles = _roles_in_graphs(subject, level)
+        return list(unfit_for_graphs(subject, roles, batch, subject.batch(smaller)))
 
 
 def _least_support(case: MLACase) -> AttentionCGSupport:

@@ -129,6 +129,18 @@ class MasksSlots(HonestImpl):
         super().kv_cache_update(key[mask], value[mask], kv_cache, slot_mapping[mask], tensors)
 
 
+class RegrownWorkspace(HonestImpl):
+    """Partial results lie in memory of the call's size, kept for the next call of that size."""
+
+    space: Tensor | None = None
+
+    def weigh(self, p_THL: Tensor, v_TLKD: Tensor, visible_TL: Tensor) -> Tensor:
+        out_THD = super().weigh(p_THL, v_TLKD, visible_TL)
+        if self.space is None or self.space.shape != out_THD.shape:
+            self.space = torch.empty_like(out_THD)
+        return self.space.copy_(out_THD)
+
+
 class Jitters(HonestImpl):
     def logits(self, q_THD: Tensor, k_TLKD: Tensor) -> Tensor:
         """As atomics do: another order of summation at each call."""
@@ -172,6 +184,10 @@ STATE_MUTANTS = (
     Mutant("moving_plan", "plans for graphs hold new tensors at each step", "plan", builder=MovingBuilder),
     Mutant("asks_for_lengths", "forward waits for the device inside a graph", "host_sync", AsksForLengths),
     Mutant("masks_slots", "the writer waits for the device inside a graph", "host_sync", MasksSlots),
+    Mutant(
+        "workspace_regrown", "a workspace is allocated anew where a call's size is another", "host_sync",
+        RegrownWorkspace,
+    ),
     Mutant("jitters", "claims determinism and has none", "determinism", Jitters),
     Mutant(
         "window_overlooked", "a window is accepted, unclaimed, and ignored", "refusal",
