@@ -78,8 +78,8 @@ class PersistentBatch:
             max_query_len=max(batch.case.query_lens),
             max_seq_len=max(batch.case.seq_lens),
             causal=batch.case.causal,
-            query_start_loc_cpu=self.query_start_loc.cpu(),
-            seq_lens_cpu=self.seq_lens.cpu(),
+            query_start_loc_cpu=self.query_start_loc.to("cpu", copy=True),
+            seq_lens_cpu=self.seq_lens.to("cpu", copy=True),
         )
 
     @property

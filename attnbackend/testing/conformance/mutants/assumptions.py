@@ -118,6 +118,14 @@ class BoundOfThePlan(HonestImpl):
         return super().places(batch, num_tokens)
 
 
+class BoundOfCapture(BoundOfThePlan):
+    def places(self, batch: CommonAttentionMetadata, num_tokens: int) -> Places:
+        """As a grid for the longest request there was, not for the longest there may be."""
+        at = super().places(batch, num_tokens)
+        self.bound = 10**9 if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.max())
+        return at
+
+
 class BoundOfTheFirstStep(HonestBuilder):
     bound = 0
 
@@ -232,6 +240,10 @@ ASSUMPTION_MUTANTS = (
     Mutant(
         "bound_of_the_first_step", "keys beyond the first step's longest request are not read", "plan",
         BoundOfThePlan, BoundOfTheFirstStep,
+    ),
+    Mutant(
+        "bound_of_capture", "keys beyond the captured batch's longest request are not read", "graphs",
+        BoundOfCapture,
     ),
     Mutant("jitters_far_away", "long requests give other bits each time", "determinism", JittersFarAway),
     Mutant(

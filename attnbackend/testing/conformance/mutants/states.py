@@ -61,6 +61,16 @@ class KeepsFirstCache(HonestImpl):
         super().attend(query, key, value, self.kept, attn_metadata, output, tensors)
 
 
+class WritesFirstOutput(HonestImpl):
+    kept: Tensor | None = None
+
+    def finish(
+        self, out_THD: Tensor, lse_TH: Tensor, at: Places, output: Tensor, tensors: OptionalTensors
+    ) -> None:
+        self.kept = output if self.kept is None or self.kept.shape != output.shape else self.kept
+        super().finish(out_THD, lse_TH, at, self.kept, tensors)
+
+
 class BakedBuilder(HonestBuilder):
     """With buffers of its own, plans once and for all."""
 
@@ -179,6 +189,9 @@ STATE_MUTANTS = (
     Mutant("scales_query_in_place", "forward writes its query", "opcheck", ScalesQueryInPlace),
     Mutant("writes_workspace", "forward writes a tensor of its module", "state_audit", WritesWorkspace),
     Mutant("keeps_first_cache", "later calls read the first call's cache", "compiled", KeepsFirstCache),
+    Mutant(
+        "writes_first_output", "later calls write to the first call's output", "export", WritesFirstOutput
+    ),
     Mutant("baked_plan", "every step runs with the first step's lengths", "plan", builder=BakedBuilder),
     Mutant("last_plan", "a step runs with the lengths of the step before", "plan", builder=LastStepsBuilder),
     Mutant("moving_plan", "plans for graphs hold new tensors at each step", "plan", builder=MovingBuilder),
