@@ -82,8 +82,7 @@ def make_batch(case: AttentionCase, device: torch.device | str = "cpu") -> Paged
     sequences = [_sequence(case, request, generator) for request in range(len(case.query_lens))]
     buffer = poisoned_cache(case, plan.num_blocks)
     layer = case.num_layers // 2
-    for request, sequence in enumerate(sequences):
-        _write_pages(case, plan, request, sequence, buffer[:, layer], (k_scale, v_scale))
+    _write_pages(case, plan, sequences, buffer[:, layer], (k_scale, v_scale))
     buffer = _to_device_as_is(buffer, device)
     query, key, value = _token_tensors(case, sequences, (k_scale, v_scale))
     output, lse = _poisoned_outputs(case, device)
@@ -222,17 +221,19 @@ def _sequence(case: AttentionCase, request: int, generator: torch.Generator) -> 
 def _write_pages(
     case: AttentionCase,
     plan: PagePlan,
-    request: int,
-    sequence: SequenceData,
+    sequences: list[SequenceData],
     cache: Tensor,
     scales: tuple[Tensor | None, Tensor | None],
 ) -> None:
     """Into ``cache``, in place; the new tokens too unless the case leaves them to the test."""
-    context = max(case.context_lens[request], 0)
-    length = case.seq_lens[request] if case.new_tokens_written else context
-    slots = torch.tensor(plan.slots(request, 0, length, case.block_size), dtype=torch.int64)
-    k_LKD, v_LKD = (x[:length].to(case.dtype) for x in (sequence.k_LKD, sequence.v_LKD))
-    cache.copy_(reference_kv_cache_update(k_LKD, v_LKD, cache, slots, *scales))
+    held, lengths = [], case.seq_lens if case.new_tokens_written else case.context_lens
+    slots: list[int] = []
+    for request, length in enumerate(max(length, 0) for length in lengths):
+        slots += plan.slots(request, 0, length, case.block_size)
+        held.append([x[:length].to(case.dtype) for x in (sequences[request].k_LKD, sequences[request].v_LKD)])
+    if slots:
+        key, value = (torch.cat(sides) for sides in zip(*held, strict=True))
+        cache.copy_(reference_kv_cache_update(key, value, cache, torch.tensor(slots), *scales))
 
 
 def _token_tensors(
