@@ -3,9 +3,10 @@
 A program takes 64 rows (`mla_rows`) and one split of their keys, 64 at a time, in three groups of warps:
 
 - one computes scores and softmax; it keeps most of the queries in registers, which leaves shared memory
-  for three steps of latents, and it begins the next step's scores before it hands weights over;
-- two compute the left and the right half of the output, which fills the tensor cores while the next scores
-  become weights, and copy those halves of the latents (TMA) as soon as they are done with what was there.
+  for three steps of latents, and begins the next step's scores before it hands weights over;
+- two compute the left and the right half of the output, and copy those halves of the latents (TMA) as soon
+  as they are done with what was there. A step's product waits for the next step's scores: it fills the
+  tensor cores while these become weights.
 
 Keys are visited from the last to the first: what must be masked, or is no key at all, comes first, before
 accumulators fill the registers.
@@ -136,18 +137,26 @@ def softmax_step(
 
 
 @gluon.jit
-def hand_over(
-    weights: gl.tensor, shrink: gl.tensor, buffers: gl.tuple, barriers: gl.tuple, i: gl.tensor
-) -> None:
-    """Weights and factors of step i to the groups of values, once they are done with the last."""
-    _, _, _, weights_shared, factors, _ = buffers
-    _, _, _, _, weights_full, weights_free, _ = barriers
+def hand_factors(shrink: gl.tensor, buffers: gl.tuple, barriers: gl.tuple, i: gl.tensor) -> None:
+    """Factors of step i to the groups of values, ahead of its weights."""
+    _, _, _, _, factors, _ = buffers
+    _, _, _, factors_full, _, _, _ = barriers
+    factors.index(i & 1).store(shrink)
+    sync_group()
+    mbarrier.arrive(factors_full.index(i & 1))
+
+
+@gluon.jit
+def hand_weights(weights: gl.tensor, buffers: gl.tuple, barriers: gl.tuple, i: gl.tensor) -> None:
+    """Weights of step i to where the groups of values read them, once they are done with the last.
+
+    They are told with the scores of step i + 1.
+    """
+    _, _, _, weights_shared, _, _ = buffers
+    _, _, _, _, _, weights_free, _ = barriers
     mbarrier.wait(weights_free, i & 1 ^ 1)
     weights_shared.store(weights)
-    factors.store(shrink)
     fence_async_shared()
-    sync_group()
-    mbarrier.arrive(weights_full)
 
 
 @gluon.jit
@@ -214,7 +223,7 @@ def attend_scores(
     """The group that computes scores and softmax."""
     ql_ptr, qr_ptr, ql_token, ql_head, qr_token, qr_head = queries
     _, _, _, _, _, states = buffers
-    _, _, _, scores_done, _, _, last_full = barriers
+    _, _, _, _, scores_done, _, last_full = barriers
     begin, tokens, first, seq_len, top, steps = span
     row = first + gl.arange(0, M, SCORE_ROW)
     token, head64 = row // H, (row % H).to(gl.int64)
@@ -245,16 +254,20 @@ def attend_scores(
         weights, row_max, row_sum, shrink = softmax_step(
             scores, row_max, row_sum, top - i, end_key, all_see, scale
         )
+        hand_factors(shrink, buffers, barriers, i)
         weights16 = weights.to(q_shared.dtype)
         started = start_scores(parts, q_shared, buffers, barriers, i + 1)
-        hand_over(weights16, shrink, buffers, barriers, i)
+        hand_weights(weights16, buffers, barriers, i)
         scores = warpgroup_mma_wait(0, deps=[started])
         sync_group()
         mbarrier.arrive(scores_done)
     weights, row_max, row_sum, shrink = softmax_step(
         scores, row_max, row_sum, top - steps + 1, end_key, all_see, scale
     )
-    hand_over(weights.to(q_shared.dtype), shrink, buffers, barriers, steps - 1)
+    hand_factors(shrink, buffers, barriers, steps - 1)
+    hand_weights(weights.to(q_shared.dtype), buffers, barriers, steps - 1)
+    sync_group()
+    mbarrier.arrive(scores_done)
     states.index(0).store(row_max)
     states.index(1).store(row_sum)
     sync_group()
@@ -280,7 +293,7 @@ def attend_values(
 ) -> None:
     """A group that computes one half of the output, and copies that half of the latents."""
     left, right, rope, weights, factors, states = buffers
-    left_full, right_full, rope_full, scores_done, weights_full, weights_free, last_full = barriers
+    left_full, right_full, rope_full, factors_full, scores_done, weights_free, last_full = barriers
     begin, tokens, first, seq_len, top, steps = span
     HALF: gl.constexpr = half_desc.block_shape[1]
     if FIRST == 0:
@@ -297,12 +310,13 @@ def attend_values(
     next_row = block_row(table_ptr, gl.maximum(top - STAGES, bottom), block_rows, S)
     if FIRST != 0:
         rope_row = block_row(table_ptr, gl.maximum(top - 1, bottom), block_rows, S)
-        mbarrier.wait(scores_done, 0)
+        mbarrier.wait(scores_done, 0, pred=steps > 1)
         copy_half(rope_desc, rope_row, 2 * HALF, rope_full, rope, steps > 1)
         rope_row = block_row(table_ptr, gl.maximum(top - 2, bottom), block_rows, S)
     if seq_len < (top + 1) * N:
+        # The first scores are done before the first factors are told.
         mbarrier.wait(full.index(0), 0)
-        mbarrier.wait(weights_full, 0)
+        mbarrier.wait(factors_full.index(0), 0)
         clear_behind(latents.index(0), seq_len - top * N)
         fence_async_shared()
         sync_group()
@@ -311,10 +325,11 @@ def attend_values(
         cache_row = next_row
         next_row = block_row(table_ptr, gl.maximum(top - i - STAGES - 1, bottom), block_rows, S)
         mbarrier.wait(full.index(stage), i // STAGES & 1)
-        mbarrier.wait(weights_full, i & 1)
-        acc = acc * factors.load(VALUE_ROW)[:, None]
+        mbarrier.wait(factors_full.index(i & 1), i // 2 & 1)
+        acc = acc * factors.index(i & 1).load(VALUE_ROW)[:, None]
+        # The condition always holds: behind it the compiler does not move the factors' products.
+        mbarrier.wait(scores_done, i + 1 & 1, pred=seq_len > 0)
         if FIRST != 0:
-            mbarrier.wait(scores_done, i + 1 & 1, pred=i + 1 < steps)
             copy_half(rope_desc, rope_row, 2 * HALF, rope_full, rope, i + 2 < steps)
             rope_row = cache_row
         acc = warpgroup_mma(weights, latents.index(stage), acc, is_async=True)
@@ -430,7 +445,7 @@ def mla_hopper_kernel(
         gl.allocate_shared_memory(dtype, [STAGES, N, L // 2], half_desc.layout),
         gl.allocate_shared_memory(dtype, [N, R], rope_desc.layout),
         gl.allocate_shared_memory(dtype, [M, N], rope_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [M], ROW),
+        gl.allocate_shared_memory(gl.float32, [2, M], ROW),
         gl.allocate_shared_memory(gl.float32, [2, M], ROW),
     )
     q_shared = gl.allocate_shared_memory(dtype, [2, M, R], rope_desc.layout)
@@ -438,7 +453,7 @@ def mla_hopper_kernel(
     right_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     rope_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     scores_done = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    weights_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    factors_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     weights_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     last_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for stage in gl.static_range(STAGES):
@@ -446,11 +461,12 @@ def mla_hopper_kernel(
         mbarrier.init(right_full.index(stage), count=1)
     mbarrier.init(rope_full, count=1)
     mbarrier.init(scores_done, count=1)
-    mbarrier.init(weights_full, count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(factors_full.index(slot), count=1)
     mbarrier.init(weights_free, count=2)
     mbarrier.init(last_full, count=1)
     sync_group()
-    barriers = (left_full, right_full, rope_full, scores_done, weights_full, weights_free, last_full)
+    barriers = (left_full, right_full, rope_full, factors_full, scores_done, weights_free, last_full)
     value_scale = 1.0
     if k_scale_ptr is not None:
         value_scale = gl.load(k_scale_ptr)
