@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnbackend import AttentionSelectorConfig, CommonAttentionMetadata, resolve_backend
-from attnbackend.backends.mla.flashmla import flash_mla, flash_mla_problem, takes_out
+from attnbackend.backends.mla.flashmla import attend_into, flash_mla, flash_mla_problem
 from attnbackend.impl import AttentionParams, MLADims
 from attnbackend.kv_cache import spec_of
 from attnbackend.metadata import AttentionMetadata, BatchLimits
@@ -179,19 +180,12 @@ def flash_mla_direct(inputs: Inputs, output: Tensor) -> Run:
         raise Unserved(problem)
     library, batch, heads = flash_mla(), inputs.common, inputs.query.shape[1]
     query = inputs.query.view(batch.seq_lens.shape[0], -1, heads, RANK + ROPE)
-    in_place = query.shape[1] == 1 and takes_out(library.flash_mla_with_kvcache)
-    place = {"out": output.view(*query.shape[:3], RANK)} if in_place else {}
     schedule, splits = library.get_mla_metadata(batch.seq_lens, query.shape[1] * heads, 1)
-
-    def run() -> None:
-        out, _ = library.flash_mla_with_kvcache(
-            query, inputs.kv_cache.unsqueeze(2), batch.block_table, batch.seq_lens, RANK, schedule, splits,
-            softmax_scale=SCALE, causal=True, **place,
-        )  # fmt: skip
-        if not place:
-            output.copy_(out.view_as(output))
-
-    return run
+    attend = partial(
+        library.flash_mla_with_kvcache, query, inputs.kv_cache.unsqueeze(2), batch.block_table,
+        batch.seq_lens, RANK, schedule, splits, softmax_scale=SCALE, causal=True,
+    )  # fmt: skip
+    return lambda: attend_into(output, attend, query.shape[1])
 
 
 SIDES = {

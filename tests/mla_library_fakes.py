@@ -201,6 +201,9 @@ def _flash_mla_with_kvcache(
     lse = torch.full((len(q), q.shape[2], q.shape[1]), NAN)
     if out is None:
         out = torch.full((*q.shape[:3], RANK), NAN, dtype=q.dtype)
+    elif out.shape != (len(q), 1, q.shape[1] * q.shape[2], RANK):
+        raise RuntimeError("out must have shape (batch_size, num_heads, q_seq_per_hk, head_size_v)")
+    out = out.view(*q.shape[:3], RANK)
     for row, keys in enumerate(lens.tolist()):
         k = latent_rows(cache[:, :, 0], table[row, : -(-keys // cache.shape[1])], keys).expand(
             -1, q.shape[2], -1

@@ -195,6 +195,18 @@ def test_flashmla_takes_uniform_batches_as_they_are() -> None:
     torch.testing.assert_close(*outputs)
 
 
+def test_flashmla_of_another_shape_of_out_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = sys.modules["flash_mla"].flash_mla_with_kvcache
+
+    def other(q: torch.Tensor, *args: Any, out: torch.Tensor | None = None, **options: Any) -> Any:
+        if out is not None and out.shape != (*q.shape[:3], 512):
+            raise RuntimeError("out must have shape (batch_size, seqlen_q, num_heads, head_size_v)")
+        return attend(q, *args, out=out, **options)
+
+    monkeypatch.setattr(sys.modules["flash_mla"], "flash_mla_with_kvcache", other)
+    test_flashmla_takes_uniform_batches_as_they_are()
+
+
 def test_tokens_as_requests_of_their_own() -> None:
     made = batch([2, 0, 1, 3], [5, 9, 0, 2])
     assert row_of_tokens(made.query_start_loc, 8).tolist() == [0, 0, 2, 3, 3, 3, 3, 3]

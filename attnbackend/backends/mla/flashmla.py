@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from attnbackend.types import AttentionCGSupport
 
 __all__ = [
     "FlashMLABackend",
+    "attend_into",
     "each_token_alone",
     "flash_mla",
     "flash_mla_problem",
@@ -77,6 +78,26 @@ def each_token_alone(batch: CommonAttentionMetadata, tokens: int) -> tuple[Tenso
     behind_T = batch.query_start_loc[1:][row_T] - 1 - token_T
     lens_T = torch.where(behind_T < 0, 0, batch.seq_lens[row_T] - behind_T)
     return lens_T.clamp_(min=0).to(torch.int32), batch.block_table[row_T]
+
+
+def attend_into(output: Tensor, attend: partial[tuple[Tensor, Tensor]], each: int) -> Tensor:
+    """A call of `flash_mla_with_kvcache` for as many tokens of every request, its output in `output`
+    [T, H, L]; gives the LSE.
+
+    Where requests have several tokens, versions differ in the shape of ``out``: one that refuses this copies.
+    """
+    tokens, heads, rank = output.shape
+    if output.is_contiguous() and takes_out(attend.func):
+        try:
+            _, lse = attend(out=output.view(tokens // each, 1, each * heads, rank))
+        except RuntimeError:
+            if each == 1:
+                raise
+        else:
+            return lse
+    out, lse = attend()
+    output.copy_(out.reshape(output.shape))
+    return lse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +150,11 @@ class FlashMLAImpl(LibraryRows, MLACommonImpl):
             each, (lens, table) = 1, each_token_alone(batch, tokens)
         query = joined_query(query_latent, query_rope).contiguous().view(lens.shape[0], each, heads, -1)
         schedule, splits = attn_metadata.schedule(lens, each * heads)
-        attend, place = flash_mla().flash_mla_with_kvcache, {}
-        # With more tokens a request, versions differ in the shape that they want.
-        if each == 1 and output.is_contiguous() and takes_out(attend):
-            place = {"out": output.view(*query.shape[:3], RANK)}
-        out_QNHL, lse_QHN = attend(
-            query, kv_cache.unsqueeze(2), table, lens, RANK, schedule, splits,
-            softmax_scale=self.params.scale, causal=True, **place,
+        attend = partial(
+            flash_mla().flash_mla_with_kvcache, query, kv_cache.unsqueeze(2), table, lens, RANK, schedule,
+            splits, softmax_scale=self.params.scale, causal=True,
         )  # fmt: skip
-        if not place:
-            output.copy_(out_QNHL.reshape(tokens, heads, RANK))
+        lse_QHN = attend_into(output, attend, each)
         # Kernels were tried with single tokens alone.
         facts = attn_metadata.facts if each == 1 or not attn_metadata.facts.may_see_no_key else None
         self.finish(output, lse_QHN.transpose(1, 2).reshape(tokens, heads), batch, tensors, facts)
