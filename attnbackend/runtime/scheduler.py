@@ -164,7 +164,7 @@ class Scheduler:
         if any(r.num_computed >= r.max_computed for r in requests):
             return False
         # One upload for all that soon need a block, where they take none from others.
-        needed = [max(0, self._missing_blocks(r, self.block_size)) for r in requests]
+        needed = [self._missing_blocks(r, self.block_size) for r in requests]
         if sum(needed) > self.allocator.num_free // 2:
             needed = [self._missing_blocks(r) for r in requests]
         if sum(needed) > self.allocator.num_free:
