@@ -187,7 +187,7 @@ def _tried(
         kv_cache_dtype="auto", block_size=block_size, device_type=device,
         mla=MLADims(kv_lora_rank=RANK, qk_rope_head_dim=ROPE),
     )  # fmt: skip
-    few, many = (_Trial(backend, params, _REQUESTS * times, device) for times in (1, _MANY))
+    few, many = (_Trial(backend, params, requests, device) for requests in (_REQUESTS, _REQUESTS[1:] * _MANY))
     found = few.problem()
     if found is None and few.problem(bare=True) is None and many.problem(bare=True) is None:
         index = torch.cuda.current_device() if device == "cuda" else None
