@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -101,6 +101,10 @@ class AttentionImplBase(ABC):  # noqa: B024 (its subclasses have the abstract me
 
 class AttentionImpl(AttentionImplBase):
     """Standard attention over a cache of keys and values."""
+
+    keeps_to_its_stream: ClassVar[bool] = False
+    """`forward` works on the current CUDA stream alone, and writes no memory that outlasts the call but the
+    output and the LSE: a call may run beside one of another backend's, on another stream."""
 
     @abstractmethod
     def forward(

@@ -17,8 +17,9 @@ from attnbackend import (
     resolve_backend,
     select_backend,
 )
+from attnbackend.backends import two_phase
 from attnbackend.backends.two_phase import TwoPhaseBackend, compose
-from attnbackend.impl import AttentionParams
+from attnbackend.impl import AttentionParams, OptionalTensors
 from attnbackend.kv_cache import spec_of
 from attnbackend.registry import any_case_name, is_implemented
 from attnbackend.testing.conformance import check_backend
@@ -127,6 +128,17 @@ def test_a_batch_is_split_at_its_first_longer_query(query_lens, split, decode_ro
         assert (None if plan is None else len(plan.common.seq_lens)) == rows
 
 
+def test_decode_of_many_keys_is_worth_a_stream(monkeypatch):
+    # Two requests of 4 keys: keys and values of 2 heads of 64 in float32.
+    size = 2 * 2 * 4 * 2 * 64 * 4
+    for threshold, worth in ((size, True), (size + 1, False)):
+        monkeypatch.setattr(two_phase, "_BESIDE_BYTES", threshold)
+        assert _plan([1, 1, 5]).beside is worth
+        assert not _plan([1, 1, 1]).beside
+    impls = [resolve_backend(name).get_impl_cls() for name in ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")]
+    assert [impl.keeps_to_its_stream for impl in impls] == [True, True, False], "FlashInfer has a workspace"
+
+
 def test_graphs_hold_what_the_decode_part_can():
     class Never(resolve_backend("TORCH_SDPA").get_builder_cls()):
         cudagraph_support = AttentionCGSupport.NEVER
@@ -163,3 +175,39 @@ def test_the_libraries_together_keep_their_claims(check):
     if reason := resolve_backend(name).unavailable_reason("cuda"):
         pytest.skip(reason)
     check_backend(name, device="cuda", quick=True, only=[check], case="plain*").assert_ok()
+
+
+@pytest.mark.gpu
+def test_both_phases_at_once_give_what_one_after_the_other_gives(monkeypatch):
+    """Inputs come from, and outputs go to, work of the current stream right before and behind."""
+    backend = resolve_backend("FLASH_ATTN+TRITON_ATTN")
+    if reason := backend.unavailable_reason("cuda"):
+        pytest.skip(reason)
+    params = AttentionParams(
+        num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto",
+        block_size=16, device_type="cuda", scale=0.1,
+    )  # fmt: skip
+    queries, lens = [1] * 5 + [200, 70], [900, 33, 1, 1500, 64, 1000, 70]
+    starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    fresh = torch.randn(sum(queries), 8, 128, device="cuda", dtype=torch.bfloat16)
+    cache = torch.randn(7 * 94 + 1, 2, 16, 2, 128, device="cuda", dtype=torch.bfloat16)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts.cuda(), seq_lens=torch.tensor(lens, dtype=torch.int32, device="cuda"),
+        block_table=torch.arange(1, 7 * 94 + 1, dtype=torch.int32, device="cuda").view(7, 94),
+        num_reqs=7, num_actual_tokens=sum(queries), max_query_len=200, max_seq_len=1500,
+        query_start_loc_cpu=starts, seq_lens_cpu=torch.tensor(lens, dtype=torch.int32),
+    )  # fmt: skip
+    impl, found = backend.get_impl_cls()(params), []
+    for threshold in (1 << 60, 0):
+        monkeypatch.setattr(two_phase, "_BESIDE_BYTES", threshold)
+        builder = backend.get_builder_cls()(params, spec_of(params), None, torch.device("cuda"))
+        plan = builder.build(0, common)
+        assert plan.phases.beside == (threshold == 0)
+        for _ in range(3):
+            query, output = torch.full_like(fresh, torch.nan), torch.full_like(fresh, torch.nan)
+            torch.cuda._sleep(2_000_000)
+            query.copy_(fresh)
+            impl.forward(query, None, None, cache, plan, output, OptionalTensors())
+            found.append(output.clone())
+    assert found[0].isfinite().all()
+    assert all(torch.equal(other, found[0]) for other in found[1:])

@@ -83,6 +83,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
 
 class TritonAttentionImpl(PagedKernelImpl):
+    keeps_to_its_stream = True
+
     def attention_kernel(
         self, attn_metadata: TritonMetadata, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> Callable[..., None]:

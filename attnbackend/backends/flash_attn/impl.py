@@ -50,6 +50,8 @@ class _Route:
 
 
 class FlashAttentionImpl(TritonWriterImpl):
+    keeps_to_its_stream = True
+
     def __init__(self, params: AttentionParams) -> None:
         super().__init__(params)
         self._window = window_of(params.sliding_window, params.causal)
