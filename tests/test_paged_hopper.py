@@ -6,6 +6,7 @@ Legend: T tokens, H query heads, D head size, S block size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,16 @@ def test_the_kernel_takes(
     found = hopper_problem(batch, Options(**options))
     assert found is None if words is None else words in str(found)
     assert hopper_problem(batch, Options(**options), num_splits=2) is not None
+
+
+def test_queries_lie_in_aligned_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "device_problem", lambda device: None)
+    batch = make_batch([(300, 300)], dim=128, dtype=BF16)
+    tokens, heads, size = batch.query.shape
+    for wide, first, words in ((144, 0, None), (144, 8, None), (136, 0, "lines of"), (144, 4, "lines of")):
+        query = batch.query.new_zeros(tokens, heads, wide)[..., first : first + size]
+        found = hopper_problem(replace(batch, query=query), Options())
+        assert found is None if words is None else words in str(found), (wide, first)
 
 
 @pytest.mark.skipif(CUDA, reason="only a process without a GPU has no device for it")

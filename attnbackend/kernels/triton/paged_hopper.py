@@ -18,201 +18,22 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from .gluon_parts import LN_2, TILE_COPY, copy_queries, load_block, sync_group
+from .gluon_parts import TILE_COPY, sync_group
+from .paged_hopper_copy import M, copy_keys, find_work
+from .paged_hopper_store import store_nothing, store_tile
 
-M = gl.constexpr(64)
-# Triton 3.6 has a method of a private name.
-_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+# The names of later versions than 3.6, and of that.
+_is_later = hasattr(async_copy, "async_load")
+copy_lines = async_copy.async_load if _is_later else async_copy.async_copy_global_to_shared
 ATTEND_REGISTERS, COPY_REGISTERS = 240, 24
 """Of a thread of the second and the third group; what they leave is the first's: as much as the second's."""
-
-
-@gluon.jit
-def find_request(
-    starts_ptr: gl.tensor, tile: gl.tensor, num_requests: gl.tensor, G: gl.constexpr, WARPS: gl.constexpr
-) -> gl.tuple:
-    """(request, first row in it) of a tile; num_requests for tokens past the last request."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    count = 0
-    for start in range(0, num_requests + 1, 128):
-        request = start + gl.arange(0, 128, LANES)
-        inside = request <= num_requests
-        first = gl.load(starts_ptr + request, mask=inside, other=0) * G // (2 * M) + request
-        count += gl.sum((inside & (first <= tile)).to(gl.int32), 0)
-    request = count - 1
-    return request, (tile - (gl.load(starts_ptr + request) * G // (2 * M) + request)) * (2 * M)
-
-
-@gluon.jit
-def find_work(
-    turn: gl.tensor, batch: gl.tuple, G: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr
-) -> gl.tuple:
-    """(kv head, place) of this program's work in a turn; no rows where there is none.
-
-    The last tile of a prompt sees the most keys: it comes first. Programs take turns in reversed order, so
-    that each gets about as many keys.
-    """
-    starts_ptr, seq_lens_ptr, num_tokens, num_requests, num_tiles, kv_heads = batch
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    work = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
-    exists = work < num_tiles * kv_heads
-    tile = gl.where(exists, num_tiles - 1 - work // kv_heads, 0)
-    request, first = find_request(starts_ptr, tile, num_requests, G, WARPS)
-    real = request < num_requests
-    begin = gl.load(starts_ptr + request)
-    end = gl.load(starts_ptr + request + 1, mask=real, other=0)
-    seq_len = gl.load(seq_lens_ptr + request, mask=real, other=0)
-    tokens = gl.where(exists, gl.where(real, end, num_tokens) - begin, 0)
-    last_token = (gl.minimum(first + 2 * M, tokens * G) - 1) // G
-    top = (gl.maximum(seq_len - tokens + last_token + 1, 0) + N - 1) // N - 1
-    rows = gl.minimum(gl.maximum(tokens * G - first, 0), 2 * M)
-    return work % kv_heads, request, rows, (begin, tokens, first, seq_len, top)
-
-
-@gluon.jit
-def in_pieces(buffers: gl.shared_memory_descriptor, P: gl.constexpr) -> gl.shared_memory_descriptor:
-    """Buffers [STAGES, N, D] as pieces [P, 64], one after the other by stage, columns and keys."""
-    COUNT: gl.constexpr = buffers.shape[0] * (buffers.shape[1] // P) * (buffers.shape[2] // 64)
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([P, 64], buffers.dtype)
-    if _IS_PUBLIC:
-        return buffers.reinterpret(buffers.dtype, [COUNT, P, 64], LAYOUT)
-    else:  # noqa: RET505 (Triton wants both branches)
-        return buffers._reinterpret(buffers.dtype, [COUNT, P, 64], LAYOUT)
-
-
-@gluon.jit
-def page_rows(
-    table_ptr: gl.tensor,
-    step: gl.tensor,
-    last_key: gl.tensor,
-    block_rows: gl.tensor,
-    S: gl.constexpr,
-    P: gl.constexpr,
-    N: gl.constexpr,
-) -> gl.tuple:
-    """Rows of the cache, taken as a matrix, where the pieces of a step begin; behind the last key any."""
-    rows: gl.tuple = ()
-    for j in gl.static_range(N // P):
-        key = gl.minimum(step * N + j * P, last_key)
-        row = gl.load(table_ptr + key // S) * block_rows + key % S // P * P
-        rows = rows + (row,)  # noqa: RUF005 (Triton takes no starred tuple)
-    return rows
-
-
-@gluon.jit
-def copy_pages(
-    descs: gl.tuple,
-    table_ptr: gl.tensor,
-    buffers: gl.tuple,
-    barriers: gl.tuple,
-    done: gl.tensor,
-    top: gl.tensor,
-    last_key: gl.tensor,
-    strides: gl.tuple,
-    S: gl.constexpr,
-) -> None:
-    """Keys from the last to the first, of a request with context; `done` steps were before."""
-    _, keys, values = buffers
-    k_full, k_free, v_full, v_free = barriers
-    k_desc, v_desc = descs
-    k_block, k_row, k_column, v_block, v_row, v_column = strides
-    STAGES: gl.constexpr = keys.shape[0]
-    N: gl.constexpr = keys.shape[1]
-    D: gl.constexpr = keys.shape[2]
-    P: gl.constexpr = k_desc.block_shape[0]
-    PIECES: gl.constexpr = N // P * (D // 64)
-    k_pieces, v_pieces = in_pieces(keys, P), in_pieces(values, P)
-    for i in range(top + 1):
-        stage, phase = (done + i) % STAGES, (done + i) // STAGES & 1 ^ 1
-        k_rows = page_rows(table_ptr, top - i, last_key, k_block, S, P, N)
-        v_rows = page_rows(table_ptr, top - i, last_key, v_block, S, P, N)
-        mbarrier.wait(k_free.index(stage), phase)
-        full = k_full.index(stage)
-        mbarrier.expect(full, N * D * 2)
-        for j in gl.static_range(N // P):
-            for p in gl.static_range(D // 64):
-                piece = k_pieces.index(stage * PIECES + p * (N // P) + j)
-                load_block(k_desc, [k_rows[j] + k_row, k_column + 64 * p], full, piece)
-        mbarrier.wait(v_free.index(stage), phase)
-        full = v_full.index(stage)
-        mbarrier.expect(full, N * D * 2)
-        for j in gl.static_range(N // P):
-            for p in gl.static_range(D // 64):
-                piece = v_pieces.index(stage * PIECES + p * (N // P) + j)
-                load_block(v_desc, [v_rows[j] + v_row, v_column + 64 * p], full, piece)
-
-
-@gluon.jit
-def copy_own(
-    descs: gl.tuple,
-    buffers: gl.tuple,
-    barriers: gl.tuple,
-    done: gl.tensor,
-    top: gl.tensor,
-    begin: gl.tensor,
-    k_column: gl.tensor,
-    v_column: gl.tensor,
-) -> None:
-    """As `copy_pages`, of a request without context: the keys are the tokens' own from `begin` on."""
-    _, keys, values = buffers
-    k_full, k_free, v_full, v_free = barriers
-    k_desc, v_desc = descs
-    STAGES: gl.constexpr = keys.shape[0]
-    N: gl.constexpr = keys.shape[1]
-    for i in range(top + 1):
-        stage, phase = (done + i) % STAGES, (done + i) // STAGES & 1 ^ 1
-        row = begin + (top - i) * N
-        mbarrier.wait(k_free.index(stage), phase)
-        full = k_full.index(stage)
-        mbarrier.expect(full, k_desc.block_type.nbytes)
-        load_block(k_desc, [row, k_column], full, keys.index(stage))
-        mbarrier.wait(v_free.index(stage), phase)
-        full = v_full.index(stage)
-        mbarrier.expect(full, v_desc.block_type.nbytes)
-        load_block(v_desc, [row, v_column], full, values.index(stage))
-
-
-@gluon.jit
-def copy_keys(
-    own_descs: gl.tuple,
-    descs: gl.tuple,
-    table_ptr: gl.tensor,
-    table_row: gl.tensor,
-    buffers: gl.tuple,
-    barriers: gl.tuple,
-    batch: gl.tuple,
-    turns: gl.tensor,
-    own_columns: gl.tuple,
-    strides: gl.tuple,
-    G: gl.constexpr,
-    S: gl.constexpr,
-) -> None:
-    """The group that copies."""
-    N: gl.constexpr = buffers[1].shape[1]
-    k_block, k_row, k_column, v_block, v_row, v_column = strides
-    done = 0
-    for turn in range(turns):
-        kv_head, request, rows, place = find_work(turn, batch, G, N, 1)
-        begin, tokens, _, seq_len, top = place
-        if (rows > 0) & (top >= 0):
-            table = table_ptr + request.to(gl.int64) * table_row
-            own = (kv_head * k_row, kv_head * k_column, kv_head * v_row, kv_head * v_column)
-            head_strides = (k_block, own[0], own[1], v_block, own[2], own[3])
-            if own_descs[0] is None:
-                copy_pages(descs, table, buffers, barriers, done, top, seq_len - 1, head_strides, S)
-            else:
-                if seq_len == tokens:
-                    columns = (kv_head * own_columns[0], kv_head * own_columns[1])
-                    copy_own(own_descs, buffers, barriers, done, top, begin, columns[0], columns[1])
-                else:
-                    copy_pages(descs, table, buffers, barriers, done, top, seq_len - 1, head_strides, S)
-            done += top + 1
 
 
 @gluon.jit
@@ -326,150 +147,152 @@ def attend(
     PART: gl.constexpr,
 ) -> None:
     """A group that computes: rows of each tile from PART * M on."""
-    N: gl.constexpr = buffers[1].shape[1]
+    rooms, keys, values = buffers
+    N: gl.constexpr = keys.shape[1]
+    D: gl.constexpr = keys.shape[2]
+    # One place alone: with two by turns, ptxas 12.8 used descriptors that it had set in a loop it skipped.
+    query = rooms.index(PART)
+    VALUE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, VALUE, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
+    weights = gl.zeros([M, N], keys.dtype, WEIGHT)
+    row_max, row_sum = gl.zeros([M], gl.float32, ROW), gl.zeros([M], gl.float32, ROW)
     done = 0
-    for turn in range(turns):
-        kv_head, _, rows, place = find_work(turn, batch, G, N, 4)
-        top = place[4]
-        if rows > 0:
-            if top >= 0:
-                attend_tile(queries, buffers, barriers, results, place, done, scale, kv_head, G, PART)
-                done += top + 1
-            else:
-                store_nothing(results, place, kv_head, G, buffers[1].shape[2], PART)
+    # The tile of turn -1 is none: behind it the first begins.
+    kv_head, begin, tokens, first, seq_len, top, rows = 0, 0, 0, 0, 0, 0, 0
+    for turn in range(-1, turns):
+        # Before the tile that it follows: what is loaded for it arrives in the meantime.
+        next_head, _, next_rows, next_place = find_work(turn + 1, batch, G, N, 4)
+        place = (begin, tokens, first, seq_len, top)
+        if (rows > 0) & (top >= 0):
+            end_key, all_see = key_limits(place, G, PART, N)
+            masked = gl.minimum(gl.maximum(top + 1 - all_see // N, 1), top + 1)
+            acc = gl.zeros([M, D], gl.float32, VALUE)
+            acc, weights, row_max, row_sum = attend_steps(
+                acc, weights, row_max, row_sum, query, buffers, barriers, done, 1, masked, top, end_key,
+                scale, True,
+            )  # fmt: skip
+            acc, weights, row_max, row_sum = attend_steps(
+                acc, weights, row_max, row_sum, query, buffers, barriers, done, masked, top + 1, top,
+                end_key, scale, False,
+            )  # fmt: skip
+            acc = add_values(acc, weights, values, barriers, done + top)
+            done += top + 1
+            store_tile(acc, row_max, row_sum, query, results, place, kv_head, G, PART)
+        else:
+            if rows > 0:
+                store_nothing(results, place, kv_head, G, D, PART)
+        if (next_rows > 0) & (next_place[4] >= 0):
+            # The output of the tile before was read from there.
+            sync_group()
+            copy_queries(query, queries, next_place, next_head, G, PART)
+            weights, row_max, row_sum = start_tile(query, buffers, barriers, next_place, done, scale, G, PART)
+        kv_head, rows = next_head, next_rows
+        begin, tokens, first, seq_len, top = next_place
 
 
 @gluon.jit
-def attend_tile(
+def copy_queries(
+    query: gl.shared_memory_descriptor,
     queries: gl.tuple,
-    buffers: gl.tuple,
-    barriers: gl.tuple,
-    results: gl.tuple,
     place: gl.tuple,
-    done: gl.tensor,
-    scale: gl.tensor,
     kv_head: gl.tensor,
     G: gl.constexpr,
     PART: gl.constexpr,
 ) -> None:
-    """One tile; `done` steps were before."""
+    """A group's queries to shared memory; rows behind the request repeat its last token."""
     q_ptr, q_token, q_head = queries
-    query, keys, values = buffers
-    k_full, k_free, v_full, v_free = barriers
-    begin, tokens, first, seq_len, top = place
-    STAGES: gl.constexpr = keys.shape[0]
-    N: gl.constexpr = keys.shape[1]
-    D: gl.constexpr = keys.shape[2]
-    dtype: gl.constexpr = keys.dtype
-    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    VALUE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, VALUE, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
-    query = query.index(PART)
-    first += PART * M
-    row = first + gl.arange(0, M, ROW)
-    token, head64 = row // G, (kv_head * G + row % G).to(gl.int64)
-    token64, keep = (begin + token).to(gl.int64), token < tokens
-    # Keys before end_key are a row's own, those before all_see every row's.
-    context = seq_len - tokens
-    end_key = gl.where(keep, context + token + 1, 0)
-    all_see = gl.maximum(context + first // G + 1, 0)
-    masked = gl.minimum(gl.maximum(top + 1 - all_see // N, 1), top + 1)
-    # The output of the tile before was read from there.
-    sync_group()
-    copy_queries(query, q_ptr, token64 * q_token + head64 * q_head, keep)
+    begin, tokens, first, _, _ = place
+    D: gl.constexpr = query.shape[1]
+    row = first + PART * M + gl.arange(0, M, gl.SliceLayout(1, TILE_COPY))
+    token = gl.minimum(row // G, gl.maximum(tokens - 1, 0))
+    offsets = (begin + token).to(gl.int64) * q_token + (kv_head * G + row % G).to(gl.int64) * q_head
+    column = gl.arange(0, 64, gl.SliceLayout(0, TILE_COPY))
+    for start in gl.static_range(0, D, 64):
+        pointers = q_ptr + offsets[:, None] + (start + column)[None, :]
+        copy_lines(query.slice(start, 64, dim=1), pointers)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
     fence_async_shared()
     sync_group()
+
+
+@gluon.jit
+def key_limits(place: gl.tuple, G: gl.constexpr, PART: gl.constexpr, N: gl.constexpr) -> gl.tuple:
+    """(end_key, all_see): keys before end_key are a row's own, those before all_see every row's."""
+    _, tokens, first, seq_len, _ = place
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
+    context = seq_len - tokens
+    token = (first + PART * M + gl.arange(0, M, ROW)) // G
+    end_key = gl.where(token < tokens, context + token + 1, 0)
+    return end_key, gl.maximum(context + (first + PART * M) // G + 1, 0)
+
+
+@gluon.jit
+def first_weights(
+    scores: gl.tensor, place: gl.tuple, scale: gl.tensor, G: gl.constexpr, PART: gl.constexpr,
+    D: gl.constexpr, dtype: gl.constexpr,
+) -> gl.tuple:  # fmt: skip
+    """(weights, row_max, row_sum) of a tile's first step."""
+    N: gl.constexpr = scores.shape[1]
+    VALUE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    end_key, _ = key_limits(place, G, PART, N)
     row_max = gl.full([M], float("-inf"), gl.float32, ROW)
     row_sum = gl.zeros([M], gl.float32, ROW)
-    acc = gl.zeros([M, D], gl.float32, VALUE)
-    stage, phase = done % STAGES, done // STAGES & 1
-    mbarrier.wait(k_full.index(stage), phase)
-    scores = warpgroup_mma_wait(0, deps=[start_scores(query, keys.index(stage))])
-    release(k_free.index(stage))
+    new, row_max, row_sum, _ = softmax_step(scores, row_max, row_sum, place[4] * N, end_key, scale, True)
+    return gl.convert_layout(new.to(dtype), gl.DotOperandLayout(0, VALUE, 2)), row_max, row_sum
+
+
+@gluon.jit
+def clear_last_values(buffers: gl.tuple, barriers: gl.tuple, place: gl.tuple, done: gl.tensor) -> None:
+    """What is behind a request's last key, in a tile's first step. Both groups do: they write the same."""
+    _, keys, values = buffers
+    N: gl.constexpr = keys.shape[1]
+    STAGES: gl.constexpr = keys.shape[0]
+    _, _, _, seq_len, top = place
     if seq_len < (top + 1) * N:
-        # Both groups do: they write the same.
-        mbarrier.wait(v_full.index(stage), phase)
-        clear_behind(values.index(stage), seq_len - top * N)
+        mbarrier.wait(barriers[2].index(done % STAGES), done // STAGES & 1)
+        clear_behind(values.index(done % STAGES), seq_len - top * N)
         fence_async_shared()
         sync_group()
-    new, row_max, row_sum, _ = softmax_step(scores, row_max, row_sum, top * N, end_key, scale, True)
-    weights = gl.convert_layout(new.to(dtype), WEIGHT)
-    acc, weights, row_max, row_sum = attend_steps(
-        acc, weights, row_max, row_sum, query, buffers, barriers, done, 1, masked, top, end_key, scale, True
-    )
-    acc, weights, row_max, row_sum = attend_steps(
-        acc, weights, row_max, row_sum, query, buffers, barriers, done, masked, top + 1, top, end_key, scale,
-        False,
-    )  # fmt: skip
-    stage, phase = (done + top) % STAGES, (done + top) // STAGES & 1
-    mbarrier.wait(v_full.index(stage), phase)
-    acc = warpgroup_mma(weights, values.index(stage), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    release(v_free.index(stage))
-    total = gl.where(row_sum == 0.0, 1.0, row_sum)
-    acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, VALUE))[:, None]
-    store_output(acc, query, results, token64, head64, keep)
-    store_lse(results, row_max, row_sum, token64, head64, keep)
 
 
 @gluon.jit
-def store_output(
-    acc: gl.tensor,
-    room: gl.shared_memory_descriptor,
-    results: gl.tuple,
-    token64: gl.tensor,
-    head64: gl.tensor,
-    keep: gl.tensor,
-) -> None:
-    """Write rows by way of shared memory, from where they go in lines of 16 bytes a thread."""
-    out_ptr, _, out_token, out_head, _, _ = results
-    D: gl.constexpr = room.shape[1]
-    room.store(acc.to(room.dtype))
-    offsets = gl.convert_layout(token64 * out_token + head64 * out_head, gl.SliceLayout(1, TILE_COPY))
-    mask = gl.convert_layout(keep, gl.SliceLayout(1, TILE_COPY))
-    column = gl.arange(0, 64, gl.SliceLayout(0, TILE_COPY))
-    sync_group()
-    for first in gl.static_range(0, D, 64):
-        part = room.slice(first, 64, dim=1).load(TILE_COPY)
-        gl.store(out_ptr + offsets[:, None] + (first + column)[None, :], part, mask=mask[:, None])
-
-
-@gluon.jit
-def store_lse(
-    results: gl.tuple,
-    row_max: gl.tensor,
-    row_sum: gl.tensor,
-    token64: gl.tensor,
-    head64: gl.tensor,
-    keep: gl.tensor,
-) -> None:
-    """Write natural LSEs, where they are wanted."""
-    _, lse_ptr, _, _, lse_token, lse_head = results
-    if lse_ptr is not None:
-        total = gl.where(row_sum == 0.0, 1.0, row_sum)
-        lse = gl.where(row_sum == 0.0, float("-inf"), (row_max + gl.log2(total)) * LN_2)
-        gl.store(lse_ptr + token64 * lse_token + head64 * lse_head, lse, mask=keep)
-
-
-@gluon.jit
-def store_nothing(
-    results: gl.tuple, place: gl.tuple, kv_head: gl.tensor, G: gl.constexpr, D: gl.constexpr,
+def start_tile(
+    query: gl.shared_memory_descriptor,
+    buffers: gl.tuple,
+    barriers: gl.tuple,
+    place: gl.tuple,
+    done: gl.tensor,
+    scale: gl.tensor,
+    G: gl.constexpr,
     PART: gl.constexpr,
-) -> None:  # fmt: skip
-    """What rows without keys give."""
-    out_ptr, _, out_token, out_head, _, _ = results
-    begin, tokens, first, _, _ = place
-    column = gl.arange(0, 64, gl.SliceLayout(0, TILE_COPY))
-    row = first + PART * M + gl.arange(0, M, gl.SliceLayout(1, TILE_COPY))
-    token, head64 = row // G, (kv_head * G + row % G).to(gl.int64)
-    token64, keep = (begin + token).to(gl.int64), token < tokens
-    zeros = gl.zeros([M, 64], out_ptr.dtype.element_ty, TILE_COPY)
-    for first_column in gl.static_range(0, D, 64):
-        rows = out_ptr + (token64 * out_token + head64 * out_head)[:, None]
-        gl.store(rows + (first_column + column)[None, :], zeros, mask=keep[:, None])
-    row_sum = gl.zeros([M], gl.float32, gl.SliceLayout(1, TILE_COPY))
-    store_lse(results, row_sum, row_sum, token64, head64, keep)
+) -> gl.tuple:
+    """(weights, row_max, row_sum) of a tile's first step; `done` steps were before."""
+    _, keys, _ = buffers
+    k_full, k_free, _, _ = barriers
+    STAGES: gl.constexpr = keys.shape[0]
+    mbarrier.wait(k_full.index(done % STAGES), done // STAGES & 1)
+    scores = warpgroup_mma_wait(0, deps=[start_scores(query, keys.index(done % STAGES))])
+    release(k_free.index(done % STAGES))
+    clear_last_values(buffers, barriers, place, done)
+    return first_weights(scores, place, scale, G, PART, keys.shape[2], keys.dtype)
+
+
+@gluon.jit
+def add_values(
+    acc: gl.tensor, weights: gl.tensor, values: gl.shared_memory_descriptor, barriers: gl.tuple,
+    done: gl.tensor,
+) -> gl.tensor:  # fmt: skip
+    """The weighted sum of a tile's last step added."""
+    _, _, v_full, v_free = barriers
+    STAGES: gl.constexpr = values.shape[0]
+    mbarrier.wait(v_full.index(done % STAGES), done // STAGES & 1)
+    acc = warpgroup_mma(weights, values.index(done % STAGES), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release(v_free.index(done % STAGES))
+    return acc
 
 
 @gluon.jit(

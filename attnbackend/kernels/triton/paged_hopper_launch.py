@@ -95,6 +95,8 @@ def problem(launch: Launch, num_splits: int | None) -> str | None:
         return "query, cache and output must be of one type of 16 bits"
     if any(x is not None for x in launch.tensors[8:]) or launch.numbers[0] <= 0:
         return "it takes no slopes, sinks, scales or ranges, and no scale of 0 or less"
+    if query.data_ptr() % 16 or any(stride % 16 for stride in query.stride()[:2]):
+        return f"strides {query.stride()} of the query do not make lines of 16 bytes"
     if sides_of(key, value) is None:
         return f"strides {key.stride()} and {value.stride()} of the cache do not make aligned matrices"
     return None
