@@ -84,7 +84,7 @@ def selector_config(point: Point) -> AttentionSelectorConfig:
 def _require(name: str, point: Point) -> None:
     with set_config(flash_attn_fp8=name == "FLASH_ATTN"):
         reasons = backend_reasons(name, selector_config(point))
-    if reasons := backend_reasons(name, selector_config(point)):
+    if reasons:
         raise Unserved("; ".join(map(str, reasons)))
 
 

@@ -210,6 +210,7 @@ def test_splits_are_bounded_by_tokens_and_by_memory():
     assert most_splits(64, 32, 128, programs=512, max_seq_len=9000) == 32
     assert most_splits(64, 32, 128, programs=512, max_seq_len=512) == 1, "short ones fill the device"
     assert most_splits(8, 32, 128, programs=64, max_seq_len=512) == 32
+    assert most_splits(1, 8, 256, programs=1, max_seq_len=9000) == 128
     assert most_splits(512, 32, 128, rows=1, max_seq_len=9000) == 1, "128 tiles of prompts fill it, too"
     assert most_splits(512, 32, 128, rows=5, max_seq_len=9000) == 32
     assert most_splits(256, 32, 128, rows=1, max_seq_len=9000) == 32

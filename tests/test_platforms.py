@@ -9,6 +9,9 @@ from attnbackend import backend_names
 from attnbackend.platforms import Platform, backend_priorities, current_platform
 
 FA_FIRST = "FLASH_ATTN FLASHINFER TRITON_ATTN FLEX_ATTENTION TURBOQUANT TORCH_SDPA"
+TRITON_SECOND = (
+    "FLASH_ATTN+TRITON_ATTN FLASH_ATTN TRITON_ATTN FLASHINFER FLEX_ATTENTION TURBOQUANT TORCH_SDPA"
+)
 FI_FIRST = "FLASHINFER FLASH_ATTN TRITON_ATTN FLEX_ATTENTION TURBOQUANT TORCH_SDPA"
 MLA_LAST = "TORCH_MLA TORCH_MLA_SPARSE"
 MLA_SM90 = (
@@ -28,7 +31,7 @@ MLA_SM120 = f"TRITON_MLA FLASHINFER_MLA_SPARSE_SM120 TRITON_MLA_SPARSE {MLA_LAST
 ORDERS = {
     "sm75": (Platform("cuda", (7, 5)), FA_FIRST, MLA_SM90),
     "sm80": (Platform("cuda", (8, 0)), FA_FIRST, MLA_SM90),
-    "sm90": (Platform("cuda", (9, 0)), f"FLASH_ATTN+TRITON_ATTN {FA_FIRST}", MLA_SM90),
+    "sm90": (Platform("cuda", (9, 0)), TRITON_SECOND, MLA_SM90),
     "sm100": (Platform("cuda", (10, 0)), FI_FIRST, MLA_SM100),
     "sm103": (Platform("cuda", (10, 3)), FI_FIRST, MLA_SM100),
     "sm110": (Platform("cuda", (11, 0)), FA_FIRST, MLA_SM90),

@@ -78,12 +78,12 @@ def test_rocm_has_an_order_of_its_own(monkeypatch):
 def test_those_that_cannot_serve_are_passed_over_and_named():
     unavailable = {"unavailable_reason": classmethod(lambda cls, device: "no library")}
     asked, _ = fill_order(
-        "cuda", (9, 0), FLASH_ATTN={"min_compute_capability": (10, 0)}, FLASHINFER=unavailable
+        "cuda", (9, 0), FLASH_ATTN={"min_compute_capability": (10, 0)}, TRITON_ATTN=unavailable
     )
     chosen = select_backend(asked)
-    assert chosen.name == "TRITON_ATTN"
+    assert chosen.name == "FLASHINFER"
     assert chosen.because == (
-        "the first that can serve in the order for cuda; FLASH_ATTN+TRITON_ATTN, FLASH_ATTN, FLASHINFER "
+        "the first that can serve in the order for cuda; FLASH_ATTN+TRITON_ATTN, FLASH_ATTN, TRITON_ATTN "
         "cannot serve"
     )
 

@@ -146,6 +146,7 @@ def test_the_tile_that_leaves_the_least_of_the_device_idle() -> None:
     assert decode_shape((wide, narrow), 512, 4096, processors) == (narrow, 1)
     # 150 leave 43% idle with the wide tile, 15% with the narrow one.
     assert decode_shape((wide, narrow), 150, 4096, processors) == (narrow, 3)
-    # 2048 are so many waves that the last one counts for little.
+    # 1024 or 2048 are so many waves that the last one counts for little.
+    assert decode_shape((wide, narrow), 1024, 4096, processors) == (wide, 1)
     assert decode_shape((wide, narrow), 2048, 4096, processors) == (wide, 1)
     assert decode_shape((wide,), 0, 0, 1) == (wide, 1)

@@ -27,7 +27,8 @@ __all__ = [
     "most_splits",
 ]
 
-_MAX_SPLITS = 32
+_MAX_SPLITS, _SPLIT_PROGRAMS = 32, 128
+"""Most splits of a request's keys: as many programs as fill a GPU where few requests have few heads."""
 _SPLIT_TOKENS = 512
 """Batches of more tokens fill a GPU without splitting keys."""
 _SPLIT_BYTES = 512 << 20
@@ -66,7 +67,7 @@ def layer_of(params: AttentionParams, *, alibi: bool) -> Layer:
 
 
 def most_splits(
-    tokens: int, num_heads: int, head_size: int, *, rows: int = 0, programs: int = 1, max_seq_len: int
+    tokens: int, num_heads: int, head_size: int, *, rows: int = 0, programs: int = 8, max_seq_len: int
 ) -> int:  # fmt: skip
     """Parts that the keys of one request may be split in, from what partial results may take.
 
@@ -77,7 +78,8 @@ def most_splits(
     if fills_device or tokens > _SPLIT_TOKENS or (max_seq_len <= _SHORT_KEYS and programs >= _FULL_PROGRAMS):
         return 1
     rounded = 1 << max(0, math.ceil(math.log2(max(1, tokens))))
-    return max(1, min(_MAX_SPLITS, _SPLIT_BYTES // (rounded * num_heads * head_size * 4)))
+    most = max(_MAX_SPLITS, _SPLIT_PROGRAMS // max(1, programs))
+    return max(1, min(most, _SPLIT_BYTES // (rounded * num_heads * head_size * 4)))
 
 
 class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetadata]):

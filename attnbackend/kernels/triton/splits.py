@@ -18,7 +18,7 @@ MIN_SPLIT_KEYS = 64
 in 8 splits, and slowest in one."""
 
 MAX_SPLITS = 128
-EVEN_WAVES = 4
+EVEN_WAVES = 3
 """With more waves of programs than these no wave is waited for: programs end one by one."""
 
 
