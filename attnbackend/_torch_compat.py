@@ -14,14 +14,11 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef as StorageRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "FUNCTIONALIZED",
     "FakeTensor",
     "StorageRef",
-    "TorchDispatchMode",
     "add_buffer",
     "add_cache_key",
     "aoti_round_trip",
@@ -51,7 +48,6 @@ __all__ = [
     "tensor_check",
     "trace_fake",
     "transforms_allowed",
-    "tree_leaves",
     "with_own_code",
 ]
 

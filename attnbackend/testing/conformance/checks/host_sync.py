@@ -8,12 +8,12 @@ from typing import Any
 
 from attnbackend.forward_context import set_forward_context
 from attnbackend.ops.generate import has_own_writer
-from attnbackend.testing.conformance.allocation_watch import AllocationWatch
 from attnbackend.testing.conformance.base_subject import AnyBatch, BaseSubject, Batch
 from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED, PADDED
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
+from attnbackend.testing.conformance.kept_memory import KeptMemory
 from attnbackend.testing.conformance.kinds import resized
 from attnbackend.testing.conformance.outcome import Skipped
 from attnbackend.testing.conformance.planned import (
@@ -72,19 +72,17 @@ def unfit_for_graphs(
     buffers = PersistentBatch.for_batches([batch, smaller], subject.device)
     builder = make_builder(subject, batch.case, buffers.limits)
     for role in roles:
-        made = AllocationWatch()
         call = subject.read_call(role, batch).with_given(**buffers.arguments, group=GROUP)
         plan = builder.build(0, buffers.fill(batch))
         with set_forward_context(context_of(subject, plan)):
-            with made:
+            with KeptMemory() as kept:
                 call.directly(subject.name)
             with watched(subject.device) as seen:
                 call.directly(subject.name)
         yield from (f"{role}: {where}" for where in seen)
-        made.keep_alive()
         with set_forward_context(context_of(subject, builder.build(0, buffers.fill(smaller)))):
             subject.run(role, smaller, **buffers.arguments, group=GROUP)
-        for size in made.given_up:
+        for size in kept.given_up:
             yield (
                 f"{role}: a call of one token gives up {size} bytes that an earlier call kept, and a graph "
                 "captured then would read what is freed; allocate the largest once"
