@@ -2,9 +2,11 @@
 
     python -m benchmarks.cpu_engines MODEL_FOLDER --peer VENV --threads 1 --json FILE
 
-Every round runs each side once on the same random prompts. Prefill is the first step of a run, all prompts
-at once; decode is the median of its other steps. Rates are tokens per second, by the wall and, which other
+Every round runs each side once on the same random prompts. Prefill is the steps up to the last request's
+first token, decode the median of all later ones. Rates are tokens per second, by the wall and, which other
 processes disturb less, of processor time; medians of rounds. Ratios are taken within rounds.
+
+Cells that FILE has already are left out, and with ``--seconds`` none is begun after so long: call it again.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -74,24 +77,45 @@ class Side:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints and writes; see ``--help``."""
     options = _parser().parse_args(arguments)
+    start = time.perf_counter()
+    cells = _known(options.json)
+    grid = [
+        {"batch": b, "context": c} for b in options.batch or (1, 8) for c in options.context or (128, 2048)
+    ]
+    what = {
+        "model": options.model.name,
+        "dtype": options.dtype,
+        "mode": options.mode,
+        "threads": options.threads,
+    }
+    missing = [
+        what | cell for cell in grid if not any((what | cell).items() <= known.items() for known in cells)
+    ]
+    if not missing:
+        return print("measured before: all of it")
     with open(options.log_file, "a") as options.log:
         names = ["attnbackend", *(["vllm"] if options.peer else []), *(options.also or [])]
         sides = [Side(name, options) for name in names]
+        print("tokens/s, median of rounds (min .. max); ratio of attnbackend to the side, within rounds")
         try:
-            cells = _measure(sides, options)
+            for cell in missing:
+                if time.perf_counter() - start < options.seconds:
+                    cells.append(_measure(sides, cell, options))
+                    _write(cells, options.json)
         finally:
             for side in sides:
                 side.close()
-    if options.json is not None:
-        result = {"environment": describe_environment(), "model": options.model.name, "cells": cells}
-        result |= {
-            "dtype": options.dtype,
-            "mode": options.mode,
-            "threads": options.threads,
-            "peer": options.peer_version,
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written: {options.json}")
+
+
+def _known(file: Path | None) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(file.read_text())["cells"] if file and file.exists() else []
+    return found
+
+
+def _write(cells: list[dict[str, Any]], file: Path | None) -> None:
+    if file is not None:
+        file.write_text(json.dumps({"cells": cells}, indent=1) + "\n")
+        print(f"written: {file}", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,23 +134,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, action="append", help="default: 1 and 8")
     add("--context", type=int, action="append", help="default: 128 and 2048")
     add("--new-tokens", type=int, default=33)
-    add("--rounds", type=int, default=5)
-    add("--json", type=Path, help="file for the figures")
+    add("--rounds", type=int, default=5, help="of a cell, at most (default %(default)s)")
+    add("--cell-seconds", type=float, default=float("inf"), help="no round of a cell is begun after so long")
+    add("--seconds", type=float, default=float("inf"), help="no cell is begun after so long")
+    add("--json", type=Path, help="file for the figures, and of those that there are")
     add("--log-file", default=os.devnull, help="where the sides' stderr goes")
     return parser
 
 
-def _measure(sides: list[Side], options: argparse.Namespace) -> list[dict[str, Any]]:
-    print("tokens/s, median of rounds (min .. max); ratio of attnbackend to the side, within rounds")
-    cells = []
-    for batch in options.batch or (1, 8):
-        for context in options.context or (128, 2048):
-            for side in sides:
-                side.run(batch, context, 3)  # compiles, and warms the caches
-            rounds = [_round(sides, batch, context, options.new_tokens, n) for n in range(options.rounds)]
-            cells.append(_summary(batch, context, rounds))
-            _print(cells[-1])
-    return cells
+def _measure(sides: list[Side], cell: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    for side in sides:
+        side.run(cell["batch"], min(cell["context"], 256), 3)  # compiles, and warms the caches
+    start, rounds = time.perf_counter(), []
+    while len(rounds) < options.rounds and (not rounds or time.perf_counter() - start < options.cell_seconds):
+        rounds.append(_round(sides, cell["batch"], cell["context"], options.new_tokens, len(rounds)))
+    result = cell | {"rounds": len(rounds)} | _summary(rounds)
+    _print(result)
+    return result | {"peer": options.peer_version, "environment": describe_environment()}
 
 
 def _round(
@@ -135,18 +159,19 @@ def _round(
     """Tokens a second of each side; every second round goes the other way."""
     rates: dict[str, dict[str, float]] = {}
     for side in sides[:: -1 if n % 2 else 1]:
-        prefill, *decode = side.run(batch, context, new_tokens)
+        steps = side.run(batch, context, new_tokens)
+        prefill, decode = steps[: 1 - new_tokens], steps[1 - new_tokens :]
         rates[side.name] = {}
         for clock, name in enumerate(_CLOCKS):
             rates[side.name] |= {
-                f"prefill{name}": batch * context / prefill[clock],
+                f"prefill{name}": batch * context / sum(step[clock] for step in prefill),
                 f"decode{name}": batch / statistics.median(step[clock] for step in decode),
             }
     return rates
 
 
-def _summary(batch: int, context: int, rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    cell: dict[str, Any] = {"batch": batch, "context": context}
+def _summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    cell: dict[str, Any] = {}
     for phase in (f"{phase}{clock}" for phase in ("prefill", "decode") for clock in _CLOCKS):
         for name in rounds[0]:
             rates = [r[name][phase] for r in rounds]

@@ -22,7 +22,10 @@ static void take_columns(const Query* x, int64_t x_row, int64_t rows, int64_t la
   const float* source = reinterpret_cast<const float*>(x);
   const int64_t step = x_row * sizeof(Query) / sizeof(float);
   if (rows >= VW) {
-    for (int64_t i = 0; i < lanes; i += VW) transpose(source + i, step, columns + i * stride, stride);
+    for (int64_t i = 0; i < lanes; i += VW) {
+      transpose(source + i, step, columns + i * stride, stride);
+      for (int64_t r = VW; r < std::min<int64_t>(2 * VW, rows); ++r) ask_for(source + r * step + i);  // the next ones
+    }
     return;
   }
   float some[VW * VW];
@@ -66,14 +69,31 @@ static void weight_rows(const LinearArgs& a, int64_t first, typename Products<C>
   }
 }
 
+// Where the rows of the weight lie that come next; null where they are asked for already.
+struct NextRows {
+  const char* place;
+  int64_t row_bytes, lane_bytes;
+
+  void ask(int64_t row, int64_t lane, int64_t end) const {
+    if (!place) return;
+    for (int64_t r = row; r < row + KR; ++r)
+      for (int64_t at = lane * lane_bytes; at < end * lane_bytes; at += 64) ask_for(place + r * row_bytes + at);
+  }
+};
+
 // sums[o][row] of VW outputs, in turns of KR, and of N vectors of rows.
 template <class P, int N>
-static void panel_sums(const Columns& x, int64_t at, const typename P::element* const* weight, float* sums) {
+static void panel_sums(const Columns& x, int64_t at, const typename P::element* const* weight,
+                       const NextRows& next, float* sums) {
   const auto* panel = reinterpret_cast<const typename P::element*>(x.panel(at));
-  for (int64_t i = 0; i < x.lanes; i += SUM_INPUTS)
-    for (int64_t o = 0; o < VW; o += KR)
-      wide_products<P, N>(panel, N * VW, weight + o, static_cast<int>(i),
-                          static_cast<int>(std::min(x.lanes, i + SUM_INPUTS)), 1.0f, sums + o * N * VW);
+  for (int64_t i = 0; i < x.lanes; i += SUM_INPUTS) {
+    const int64_t end = std::min(x.lanes, i + SUM_INPUTS);
+    for (int64_t o = 0; o < VW; o += KR) {
+      next.ask(o, i, end);
+      wide_products<P, N>(panel, N * VW, weight + o, static_cast<int>(i), static_cast<int>(end), 1.0f,
+                          sums + o * N * VW);
+    }
+  }
 }
 
 static char* output_place(const LinearArgs& a, int64_t row, int64_t first) {
@@ -114,12 +134,16 @@ static void many_block(const LinearArgs& a, const Columns& x, int64_t first) {
   const int64_t size = element_size(a.dtype), count = std::min<int64_t>(VW, a.outputs - first);
   float bias[VW] = {}, sums[VW * PANEL * VW];
   if (a.bias) any_row_to_float(static_cast<const char*>(a.bias) + first * size, bias, static_cast<int>(count), a.dtype);
+  const int64_t row_bytes = a.weight_row * size;
+  const char* following = static_cast<const char*>(a.weight) + (first + VW) * row_bytes;
   for (int64_t at = 0, n; at < x.vectors; at += n) {
     n = x.panel_vectors(at);
+    const bool asks = at == 0 && first + 2 * VW <= a.outputs;
+    const NextRows next = {asks ? following : nullptr, row_bytes, P::PAIRS ? 4 : int64_t(sizeof(typename C::raw))};
     ask_for_places(a, x.first_row + at * VW, std::min(n * VW, x.rows - at * VW), first);
-    if (n == 1) panel_sums<P, 1>(x, at, weight, sums);
-    else if (n == 2) panel_sums<P, 2>(x, at, weight, sums);
-    else panel_sums<P, 3>(x, at, weight, sums);
+    if (n == 1) panel_sums<P, 1>(x, at, weight, next, sums);
+    else if (n == 2) panel_sums<P, 2>(x, at, weight, next, sums);
+    else panel_sums<P, 3>(x, at, weight, next, sums);
     for (int64_t v = 0; v < n; ++v)
       write_sums(a, x.first_row + (at + v) * VW, x.rows - (at + v) * VW, first, sums + v * VW, n * VW, bias);
   }
