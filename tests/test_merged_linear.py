@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import attnbackend
 from attnbackend._torch_compat import fake_mode
-from attnbackend.fx_passes import MergeLinears, PassManager, graph_text
+from attnbackend.fx_passes import MergeLinears, PassManager, RemoveNoOps, graph_text
 from attnbackend.layers import merge_linears
 from attnbackend.ops.merged_linear import joined, merged_linear
 
@@ -207,6 +208,14 @@ def in_place(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return y.add_(1).view(-1) + z.flatten()
 
 
+def alias_of_what_is_written(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A reshape of rows that follow each other is a view, and sees the write."""
+    y, z = linear(x, a), linear(x, b)
+    flat = y.reshape(-1)
+    y.mul_(2)
+    return flat + z.flatten()
+
+
 def in_bfloat16(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """The first layer runs in another type than the second."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -241,6 +250,7 @@ APART: dict[str, tuple[Callable[..., Any], str]] = {
         lambda x, a, b: linear(x, a).view(-1) + linear(x, b).view(-1), "does not take other strides",
     ),
     "a view of what was written": (in_place, "does not take other strides"),
+    "a reshape of what is written": (alias_of_what_is_written, "would be a copy of y, which mul_"),
     "an output that is returned": (lambda x, a, b: (linear(x, a), linear(x, b) + 1), "is returned"),
     "a view that is returned": (lambda x, a, b: (linear(x, a)[:, 1:], linear(x, b) + 1), "is returned"),
     "places in memory": (
@@ -307,3 +317,47 @@ def test_a_graph_s_own_weights_come_first() -> None:
     (report,) = PassManager([MergeLinears()]).run(graph_module)
     assert len(report.changes) == 1, str(report)
     torch.testing.assert_close(graph_module(x), linear(x, a) + linear(x, b))
+
+
+STEPS: list[Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = [
+    lambda x, y, a, b: linear(x, a), lambda x, y, a, b: linear(x, weight=b), lambda x, y, a, b: x + y,
+    lambda x, y, a, b: x.view(4, 4), lambda x, y, a, b: x.reshape(2, 8).reshape(4, 4),
+    lambda x, y, a, b: x.t(), lambda x, y, a, b: x.contiguous(), lambda x, y, a, b: x.clone(),
+    lambda x, y, a, b: x.flatten().unflatten(0, (4, 4)), lambda x, y, a, b: x[:, :].to(x.dtype),
+    lambda x, y, a, b: torch.cat(x.chunk(2, -1)[::-1], -1), lambda x, y, a, b: torch.empty_like(x).copy_(y),
+    lambda x, y, a, b: x.add_(1), lambda x, y, a, b: x[1:].mul_(2),
+    lambda x, y, a, b: nn.functional.relu(x, True),
+]  # fmt: skip
+"""Layers, views, copies, sums, writes in place."""
+
+
+def random_program(seed: int) -> Callable[..., tuple[Tensor, ...]]:
+    choose = random.Random(seed)
+    steps = [(choose.randrange(len(STEPS)), choose.random(), choose.random()) for _ in range(9)]
+    returned = choose.random()
+
+    def program(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        values = [x, linear(x, a), linear(x, b)]
+        for step, i, j in steps:
+            found = STEPS[step](values[int(i * len(values))], values[int(j * len(values))], a, b)
+            values += [found] if found.shape == x.shape else []
+        place = int(returned * (len(values) - 1))
+        return (values[place], values[place + 1], *(value.sum() for value in values))
+
+    return program
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs_keep_their_meaning(seed: int) -> None:
+    """What is returned lies as it did, and is the same memory as other things as it was."""
+    program, given = random_program(seed), torch.rand(3, 4, 4)
+    wanted, actual = (list(given.clone()) for _ in range(2))
+    compiled = attnbackend.compile(program, compiler="eager", passes=[MergeLinears(), RemoveNoOps()])
+    expected, found = program(*wanted), compiled(*actual)
+    for results, arguments in ((expected, wanted), (found, actual)):
+        for result in results[:2]:
+            result.mul_(3)
+        arguments.append(torch.stack(results[:2]))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, wanted)
+    assert [x.stride() for x in found] == [x.stride() for x in expected]

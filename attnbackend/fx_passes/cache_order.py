@@ -81,7 +81,7 @@ def check_cache_history(pass_name: str, before: CacheHistory, after: CacheHistor
 
 def cache_history(graph_module: GraphModule) -> CacheHistory:
     """The history of every cache that an op of attnbackend takes as ``kv_cache``."""
-    memory = Memory(graph_module)
+    memory = Memory(graph_module.graph)
     caches = {
         memory.key(cache)
         for op in find_ops(graph_module.graph)

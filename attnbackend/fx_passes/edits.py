@@ -10,15 +10,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from attnbackend._torch_compat import fake_mode_of, makes_sizes, same_size, trace_fake
-from attnbackend.fx_passes.forms import ASSERTION, NoMatch, Viewed, name_of, shape_of
-from attnbackend.fx_passes.nodes import may_write, tensor_of
+from attnbackend.fx_passes.forms import ASSERTION, NoMatch, Viewed, has_layout_of, name_of, shape_of
+from attnbackend.fx_passes.memory import Memory, share_memory
+from attnbackend.fx_passes.nodes import may_write, tensor_of, written_by
 
 __all__ = [
     "emit",
     "emit_again",
     "emit_view",
     "first_write_between",
-    "has_layout_of",
     "insert_traced",
     "made_contiguous",
     "nodes_between",
@@ -186,6 +186,7 @@ def restrided(graph: Graph, changed: Mapping[Node, Any]) -> dict[Node, Any]:
             continue  # Elements that it picks lie anew, wherever they lay.
         value = _evaluated(node, new)
         _check_same(node, before, value)
+        _check_aliases(node, value, new)
         if not has_layout_of(value, before):
             new[node] = value
     return new
@@ -225,6 +226,21 @@ def _evaluated(node: Node, new: Mapping[Node, Any]) -> Any:
         raise NoMatch(f"{node} does not take other strides: {str(error).splitlines()[0]}") from error
 
 
+def _check_aliases(node: Node, value: Any, new: Mapping[Node, Any]) -> None:
+    """Whether a call that gave its argument's own memory gives a copy now, or the other way round."""
+    for source in node.all_input_nodes:
+        was_alias = share_memory(tensor_of(source), tensor_of(node))
+        if source not in new or was_alias == share_memory(new[source], value):
+            continue
+        memory = Memory(node.graph)
+        keys = {memory.key(source), memory.key(node)}
+        for user in node.graph.nodes:
+            touched = user.all_input_nodes if user.op == "output" else written_by(user)
+            if user > node and any(memory.key(x) in keys for x in touched):
+                would_be = "a copy of" if was_alias else "the memory of"
+                raise NoMatch(f"{node} would be {would_be} {source}, which {user} could tell")
+
+
 def _check_same(node: Node, before: Any, after: Any) -> None:
     """Whether values are equal but for where their elements lie."""
     if isinstance(before, (list, tuple)):
@@ -234,16 +250,6 @@ def _check_same(node: Node, before: Any, after: Any) -> None:
         is_same = before.dtype == after.dtype and before.dim() == after.dim()
         if not is_same or not all(map(same_size, before.shape, after.shape)):
             raise NoMatch(f"{node} would be {after.dtype} {tuple(after.shape)}, not {before.dtype} as it is")
-
-
-def has_layout_of(a: Any, b: Any) -> bool:
-    """Whether the elements of two values, equal but for that, surely lie in the same way."""
-    if isinstance(a, (list, tuple)):
-        return all(map(has_layout_of, a, b))
-    if not isinstance(a, torch.Tensor):
-        return True
-    places = ((*x.stride(), x.storage_offset()) for x in (a, b))
-    return all(map(same_size, *places))
 
 
 def made_contiguous(graph: Graph, nodes: Iterable[Node]) -> dict[Node, Any]:

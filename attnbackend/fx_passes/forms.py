@@ -18,6 +18,7 @@ __all__ = [
     "Viewed",
     "argument",
     "first",
+    "has_layout_of",
     "last_range",
     "name_of",
     "only_adds_dimensions",
@@ -72,6 +73,16 @@ def pair_of(node: Any) -> tuple[Any, Any]:
 def shape_of(node: Any) -> Sequence[Any]:
     value = tensor_of(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def has_layout_of(a: Any, b: Any) -> bool:
+    """Whether the elements of two values, equal but for that, surely lie in the same way."""
+    if isinstance(a, (list, tuple)):
+        return all(map(has_layout_of, a, b))
+    if not isinstance(a, torch.Tensor):
+        return True
+    places = ((*x.stride(), x.storage_offset()) for x in (a, b))
+    return all(map(same_size, *places))
 
 
 def past_casts(node: Any) -> Any:

@@ -52,7 +52,7 @@ class FuseOutputQuantization(GraphPass):
         for op in [op for op in find_ops(graph) if role_of(op.op) is ATTENTION]:
             try:
                 found = _match(op)
-                _check_memory(Memory(graph_module), op, found)
+                _check_memory(Memory(graph_module.graph), op, found)
                 _check_backend(op, found, self.in_kernel_only)
             except NoMatch as no:
                 misses.append(NearMiss(op.node.name, _WHAT, (str(no),)))

@@ -7,26 +7,25 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 
 from attnbackend._torch_compat import FUNCTIONALIZED, StorageRef
-from attnbackend.fx_passes.edits import has_layout_of
-from attnbackend.fx_passes.forms import name_of
+from attnbackend.fx_passes.forms import has_layout_of, name_of
 from attnbackend.fx_passes.nodes import named_arguments, schemas_of, tensor_of, wrapped_op, written_by
 
-__all__ = ["Memory"]
+__all__ = ["Memory", "share_memory"]
 
 
 class Memory:
     """Which memory each node stands for, and how many writes its value has seen."""
 
-    def __init__(self, graph_module: GraphModule) -> None:
+    def __init__(self, graph: Graph) -> None:
         self.plain_writes: Counter[str] = Counter()
         self._keys: dict[Node, str] = {}
         self._versions: dict[Node, int] = {}
         self._handing_on: set[Node] = set()
         storages: dict[StorageRef, str] = {}
-        for node in graph_module.graph.nodes:
+        for node in graph.nodes:
             self._place(node, storages)
 
     def key(self, node: Any) -> str:
@@ -84,8 +83,17 @@ def _written_base(node: Node) -> Node | None:
     return written_by(call)[place] if place >= 0 else None
 
 
+def share_memory(a: Any, b: Any) -> bool:
+    """Whether two values, without data, are of one storage; of tuples the first element counts."""
+    one = _storage_of(a)
+    return one is not None and one == _storage_of(b)
+
+
 def _storage(node: Node) -> StorageRef | None:
-    value = node.meta.get("val", node.meta.get("example_value"))
+    return _storage_of(node.meta.get("val", node.meta.get("example_value")))
+
+
+def _storage_of(value: Any) -> StorageRef | None:
     if isinstance(value, (tuple, list)) and value:
         value = value[0]
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:

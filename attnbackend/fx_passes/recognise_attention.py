@@ -19,7 +19,6 @@ from attnbackend.fx_passes.attention_forms import AttentionForm, is_candidate, m
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
 from attnbackend.fx_passes.edits import (
     emit,
-    has_layout_of,
     insert_traced,
     remove_unused,
     restrided,
@@ -27,7 +26,7 @@ from attnbackend.fx_passes.edits import (
     set_values,
     traced_calls,
 )
-from attnbackend.fx_passes.forms import NoMatch, name_of, shape_of
+from attnbackend.fx_passes.forms import NoMatch, has_layout_of, name_of, shape_of
 from attnbackend.fx_passes.memory import Memory
 from attnbackend.fx_passes.nodes import tensor_of
 from attnbackend.integrations.dense_cache import attend_dense
@@ -157,7 +156,7 @@ def _check_writes(graph_module: GraphModule, node: Node, form: AttentionForm) ->
     """Raises NoMatch where something on the way to ``node`` is written in place, a mask by a mask, say."""
     inner = {n for n in _between(node, form) if isinstance(tensor_of(n), Tensor)}
     values = {*inner, *form[:3]}
-    if write := Memory(graph_module).first_write(min(inner), node, values):
+    if write := Memory(graph_module.graph).first_write(min(inner), node, values):
         raise NoMatch(f"{write} writes in place what it is computed of")
 
 

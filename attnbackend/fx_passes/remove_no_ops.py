@@ -37,7 +37,7 @@ class RemoveNoOps(GraphPass):
 
     def run(self, graph_module: GraphModule) -> PassReport:
         graph, changes, misses = graph_module.graph, [], []
-        memory = Memory(graph_module)
+        memory = Memory(graph_module.graph)
         written = {memory.key(value) for node in graph.nodes for value in written_by(node)}
         returned = {memory.key(value) for value in graph.output_node().all_input_nodes}
         for node in list(graph.nodes):

@@ -62,7 +62,7 @@ class SelectBackend(GraphPass):
 
     def run(self, graph_module: GraphModule) -> PassReport:
         found = list(find_ops(graph_module.graph))
-        tokens, memory = ShapeRange.of(graph_module), Memory(graph_module)
+        tokens, memory = ShapeRange.of(graph_module), Memory(graph_module.graph)
         readers = {op.node: self._select(op, *_READERS[op.op], tokens) for op in found if op.op in _READERS}
         done = [_swap(op, readers[op.node], _READERS[op.op][0]) for op in found if op.op in _READERS]
         for op in found:

@@ -77,7 +77,7 @@ def _written_names(op: torch._ops.OpOverload) -> list[str]:
 
 def _check(graph_module: GraphModule, call: Node) -> None:
     """Raises NoMatch where writing in place could be told from writing to copies."""
-    memory = Memory(graph_module)
+    memory = Memory(graph_module.graph)
     bases = [base for base in written_by(call) if isinstance(base, Node)]
     keys = [memory.key(base) for base in bases]
     if len(set(keys)) < len(keys):
