@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnbackend.backends.flashinfer.compiled_call import wrapping_problem
 from attnbackend.backends.flashinfer.impl import FlashInferImpl
 from attnbackend.backends.flashinfer.planning import FlashInferMetadataBuilder
 from attnbackend.backends.standard import StandardCacheBackend
 from attnbackend.kv_cache import resolve_kv_cache_dtype
+from attnbackend.ops.library_calls import serve_library_calls
 from attnbackend.types import LSEBase, MultipleOf, Reason
 
 if TYPE_CHECKING:
@@ -68,7 +70,9 @@ class FlashInferBackend(StandardCacheBackend):
         if importlib.util.find_spec("flashinfer") is None:
             return None
         compiler = "with nvcc" if _has_compiler() else "without nvcc: ready-made kernels only"
-        return f"flashinfer {_version()}, {compiler}"
+        problem = wrapping_problem() or serve_library_calls("FLASHINFER", "cuda")
+        called = "called without Python" if problem is None else f"called through Python: {problem}"
+        return f"flashinfer {_version()}, {compiler}, {called}"
 
     @classmethod
     def workspaces(cls) -> list[Tensor]:

@@ -12,8 +12,9 @@ from attnbackend.backends.flashinfer.planning import FlashInferMetadata
 from attnbackend.backends.flashinfer.wrappers import Planner
 from attnbackend.backends.query_scale import scaled_query
 from attnbackend.backends.triton_writer import TritonWriterImpl
-from attnbackend.impl import OptionalTensors
+from attnbackend.impl import AttentionParams, OptionalTensors
 from attnbackend.native_calls import amounts_to
+from attnbackend.ops.library_calls import serve_library_calls
 
 __all__ = ["FlashInferImpl"]
 
@@ -21,6 +22,11 @@ __all__ = ["FlashInferImpl"]
 class FlashInferImpl(TritonWriterImpl):
     """The kernels take scales as numbers of the host, which nobody can know there: the query and the last
     pass take the tensors instead. Sinks they ignore, so these too are the last pass's."""
+
+    def __init__(self, params: AttentionParams) -> None:
+        super().__init__(params)
+        if params.device_type == "cuda":
+            serve_library_calls("FLASHINFER", "cuda")
 
     def attend(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
