@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import shutil
 from functools import cache
@@ -67,7 +66,7 @@ class FlashInferBackend(StandardCacheBackend):
 
     @classmethod
     def library(cls) -> str | None:
-        if importlib.util.find_spec("flashinfer") is None:
+        if _import_problem() is not None:
             return None
         compiler = "with nvcc" if _has_compiler() else "without nvcc: ready-made kernels only"
         problem = wrapping_problem() or serve_library_calls("FLASHINFER", "cuda")
