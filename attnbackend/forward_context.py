@@ -21,7 +21,7 @@ class ForwardContext:
     """What is known on the host about the step that runs now."""
 
     plans: Mapping[tuple[int, str], AttentionMetadata] = field(default_factory=dict)
-    """(KV cache group, backend name) -> plan."""
+    """(KV cache group, backend name) -> plan. Not to be changed while it is in force."""
 
 
 _CURRENT: ContextVar[ForwardContext | None] = ContextVar("attnbackend_forward_context", default=None)

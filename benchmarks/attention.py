@@ -65,7 +65,7 @@ def main() -> None:
         if options.budget and time.perf_counter() - started > options.budget:
             print(f"\n{options.budget} s are over: {len(points) - done} points are left")
             break
-        with torch.inference_mode(), set_forward_context(ForwardContext(plans=PLANS)):
+        with torch.no_grad(), set_forward_context(ForwardContext(plans=PLANS)):
             result = _measure(point, sides, options, ceilings)
         record["points"].append(result)
         _print(result)

@@ -497,4 +497,4 @@ def test_where_it_does_not_build_the_reason_is_given(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(library_calls, "load_library_calls", load)
     monkeypatch.setattr(library_calls, "_loaded", library_calls._loaded.__wrapped__)
-    assert library_calls.serve_library_calls.__wrapped__("FAKE_FLASH", "cpu") == "no headers"
+    assert library_calls._served.__wrapped__("FAKE_FLASH", "cpu") == "no headers"

@@ -8,6 +8,7 @@ call that differs only in where its tensors are and what is in them: for the oth
 from __future__ import annotations
 
 import atexit
+import threading
 from collections.abc import Callable
 from ctypes import CDLL, c_char_p, c_int64
 from functools import cache
@@ -43,13 +44,21 @@ def _loaded() -> CDLL | str:
     return ops
 
 
-@cache
 def serve_library_calls(backend: str, device_type: str) -> str | None:
     """Lets C++ serve the attention op of a backend from here on, for tensors of a device: "cuda" or "cpu".
 
     Returns:
         Why it cannot: Python then serves every call. None: it does.
     """
+    with _LOCK:
+        return _served(backend, device_type)
+
+
+_LOCK = threading.Lock()
+
+
+@cache
+def _served(backend: str, device_type: str) -> str | None:
     ops = _loaded()
     if isinstance(ops, str):
         return ops
