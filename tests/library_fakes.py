@@ -28,6 +28,7 @@ __all__ = [
     "FakeFlashBackend",
     "FakeFlashInferBackend",
     "FakeFunction",
+    "FakeObject",
     "FakeProvider",
     "fake_ffi",
     "fake_flashinfer",
@@ -152,15 +153,24 @@ class FakeFunction:
     class Header(ctypes.Structure):
         _fields_ = (("references", ctypes.c_int64), ("type_index", ctypes.c_int32), ("more", ctypes.c_int64))
 
-    def __init__(self, run: Callable[..., None]) -> None:
-        self.run, self.header = run, self.Header(1, 68)
+    def __init__(self, run: Callable[..., None] | None, type_index: int = 68) -> None:
+        self.run, self.header = run, self.Header(1, type_index)
         self.known[self.__chandle__()] = self
 
     def __chandle__(self) -> int:
         return ctypes.addressof(self.header)
 
     def __call__(self, *arguments: object) -> None:
+        assert self.run is not None
         self.run(*arguments)
+
+
+class FakeObject(FakeFunction):
+    """As the library's object for the memory of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(None, 70)
+        self.tensor = tensor
 
 
 class _FfiValue(ctypes.Structure):
@@ -194,7 +204,8 @@ def _as_python(value: _FfiValue) -> object:
     if value.type == 3:
         return ctypes.c_double.from_buffer(ctypes.c_int64(value.bits)).value
     if value.type >= 64:
-        return FakeFunction.known[value.bits]
+        known = FakeFunction.known[value.bits]
+        return known.tensor if isinstance(known, FakeObject) else known
     return bool(value.bits) if value.type == 2 else value.bits
 
 

@@ -55,7 +55,9 @@ def layer(
 def twin(x: Tensor, factor: float) -> Tensor:
     """As x in memory of its own, all values times a factor."""
     storage = x.untyped_storage().clone()
-    own = torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.shape, x.stride())
+    own = torch.empty(0, dtype=x.dtype, device=x.device).set_(
+        storage, x.storage_offset(), x.shape, x.stride()
+    )
     return own.mul_(factor)
 
 

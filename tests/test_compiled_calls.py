@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from library_fakes import FakeFlashInferBackend, FakeFunction, fake_ffi, fake_flashinfer
+from library_fakes import FakeFlashInferBackend, FakeFunction, FakeObject, fake_ffi, fake_flashinfer
 from step_layers import attend, layer, other_layer, planned
 from torch import Tensor
 
@@ -34,6 +34,13 @@ def _library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     functions = fake_ffi()
     ffi = lessons._Ffi(*(None if f is None else cast(f, c_void_p) for f in functions))
     monkeypatch.setattr(lessons, "_ffi_functions", lambda: ffi)
+    kept: list[FakeObject] = []  # as the library does for those who count themselves in
+
+    def object_of(tensor: Tensor) -> FakeObject:
+        kept.append(FakeObject(tensor))
+        return kept[-1]
+
+    monkeypatch.setattr(lessons, "_ffi_tensor", object_of)
     lessons._shared_ffi.cache_clear()
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer())
     monkeypatch.setattr(planning, "shared_workspace", lambda *_: torch.zeros(16, dtype=torch.uint8))
@@ -101,7 +108,9 @@ def test_a_plan_anew_is_learned_anew(in_python: list[Tensor]) -> None:
     assert len(in_python) == 2
 
 
-def test_what_the_function_refuses_python_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_function_refuses_python_repeats(
+    in_python: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = layer()
 
     def fail(*args: object) -> None:
@@ -114,6 +123,9 @@ def test_what_the_function_refuses_python_repeats(monkeypatch: pytest.MonkeyPatc
                 patch.setattr(function, "run", fail)
             with pytest.raises(RuntimeError, match="the device is on fire"):
                 attend(batch, NAME)
+        for _ in range(2):
+            attend(batch, NAME)
+    assert len(in_python) == 4, "and does so until the plan goes"
 
 
 def test_functions_are_kept_no_longer_than_the_step() -> None:

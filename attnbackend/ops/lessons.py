@@ -103,7 +103,6 @@ def _op_part(kind: str, is_optional: bool, value: object) -> _Part:
 # --- compiled functions that are called by tvm-ffi
 
 _INT, _BOOL, _FLOAT = 1, 2, 3
-_HELD_TYPES = (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Ffi(Structure):
@@ -118,15 +117,22 @@ class _Ffi(Structure):
 def _teach_ffi(ops: CDLL, function: Any, arguments: tuple[object, ...]) -> bool:
     if _shared_ffi(ops) is not None or not all(map(_is_ffi_value, arguments)):
         return False
-    parts = [_ffi_part(value) for value in arguments]
+    # C++ keeps objects of its own from the call on; until then they are kept here.
+    values = [_ffi_tensor(value) if isinstance(value, Tensor) else value for value in arguments]
+    parts = [_ffi_part(value) for value in values]
     ops.attnbackend_ops_teach_ffi(c_void_p(function.__chandle__()), _array(parts), c_int64(len(parts)))
     return True
 
 
 def _is_ffi_value(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.dtype in _HELD_TYPES
-    return isinstance(value, Argument | int | float | None) or hasattr(value, "__chandle__")
+    return isinstance(value, Argument | Tensor | int | float | None) or hasattr(value, "__chandle__")
+
+
+def _ffi_tensor(value: Tensor) -> Any:
+    """The library's own object for the memory of a tensor, without a wait of one stream for another."""
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(torch.utils.dlpack.to_dlpack(value))  # type: ignore[attr-defined]
 
 
 def _ffi_part(value: Any) -> _Part:
@@ -134,8 +140,6 @@ def _ffi_part(value: Any) -> _Part:
         return _Part(_ABSENT)
     if isinstance(value, Argument):
         return _argument(value)
-    if isinstance(value, Tensor):
-        return _Part(_HELD, 0, _hold(value))
     if isinstance(value, bool | int):
         return _Part(_CONSTANT, _BOOL if isinstance(value, bool) else _INT, value)
     if isinstance(value, float):

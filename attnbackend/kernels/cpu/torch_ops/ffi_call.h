@@ -67,7 +67,7 @@ class FfiCall : public Lesson {
   static FfiValue value_of(const Part& part, const Arguments& call, FfiTensor& tensor, Half* halves) {
     if (part.kind == Part::ABSENT) return {FFI_NONE, 0, 0};
     if (part.kind == Part::CONSTANT) return {static_cast<int32_t>(part.type), 0, part.value};
-    set(tensor, part.kind == Part::HELD ? view_of(part.held()) : call.tensor(part.value));
+    set(tensor, call.tensor(part.value));
     if (part.kind == Part::HALF) {
       Half& half = halves[part.half];
       half.set(call.tensor(part.value), part.half);
@@ -89,10 +89,10 @@ class FfiCall : public Lesson {
     struct {
       int32_t dtype;
       uint8_t kind, bits;  // 0 signed, 1 unsigned, 2 float, 4 bfloat, 10 and 12 float8
-    } const known[] = {{aoti_torch_dtype_int32(), 0, 32},          {aoti_torch_dtype_uint8(), 1, 8},
-                       {aoti_torch_dtype_float32(), 2, 32},        {aoti_torch_dtype_float16(), 2, 16},
-                       {aoti_torch_dtype_bfloat16(), 4, 16},       {aoti_torch_dtype_int64(), 0, 64},
-                       {aoti_torch_dtype_float8_e4m3fn(), 10, 8},  {aoti_torch_dtype_float8_e5m2(), 12, 8}};
+    } const known[] = {{aoti_torch_dtype_int32(), 0, 32},         {aoti_torch_dtype_uint8(), 1, 8},
+                       {aoti_torch_dtype_float32(), 2, 32},       {aoti_torch_dtype_float16(), 2, 16},
+                       {aoti_torch_dtype_bfloat16(), 4, 16},      {aoti_torch_dtype_int64(), 0, 64},
+                       {aoti_torch_dtype_float8_e4m3fn(), 10, 8}, {aoti_torch_dtype_float8_e5m2(), 12, 8}};
     for (const auto& type : known)
       if (type.dtype == x.dtype) tensor.kind = type.kind, tensor.bits = type.bits;
   }

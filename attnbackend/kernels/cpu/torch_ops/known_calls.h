@@ -107,7 +107,11 @@ static bool call_python(const char* general, const Arguments& call, bool returns
 template <class Way>
 static void run(const char* general, const Arguments& call, KnownCalls<Way>& known) {
   static thread_local Signature words;
-  if (is_for_python()) return void(call_python(general, call));
+  const auto leave_to_python = [&] {
+    call_python(general, call);
+    Way::take_lesson();  // nobody's
+  };
+  if (is_for_python()) return leave_to_python();
   sign(words, call);
   Way::sign_more(words);
   if (known.epoch != *numbers.epoch || known.lessons.size() >= MOST_KNOWN_CALLS) {
@@ -117,8 +121,7 @@ static void run(const char* general, const Arguments& call, KnownCalls<Way>& kno
   const auto found = known.lessons.find(words);
   if (found != known.lessons.end()) {
     if (Way::serve(found->second, call)) return call.release();
-    call_python(general, call);
-    return;
+    return leave_to_python();
   }
   Signature learned = words;  // Python may call further ops on this thread
   if (call_python(general, call)) known.lessons.emplace(std::move(learned), Way::take_lesson());

@@ -7,7 +7,7 @@
 // Where an argument of the library's function comes from. As in ops/library_calls.py.
 struct Part {
   enum Kind : int64_t { ABSENT, CONSTANT, HELD, ARGUMENT, HALF };
-  int64_t kind;
+  int64_t kind;   // HELD: of a torch op's
   int64_t type;   // of a torch op's: whether its schema makes it optional; of an ffi function's constant: its type
   int64_t value;  // of a CONSTANT; the handle of a HELD tensor; which of our arguments
   int64_t half;   // of a HALF: 0 keys, 1 values of a cache [blocks, 2, ...]
