@@ -14,7 +14,7 @@ from attnbackend import CommonAttentionMetadata, ForwardContext, resolve_backend
 from attnbackend.kv_cache import spec_of
 from attnbackend.metadata import BatchLimits
 from attnbackend.testing import PagedBatch, make_batch, op_kwargs, op_positional
-from attnbackend.testing.conformance.planned import params_of
+from  import params_of
 
 __all__ = ["attend", "layer", "other_layer", "planned", "twin"]
 
