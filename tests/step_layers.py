@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from op_cases import case, forward_op
+from op_cases import case as case_of
+from op_cases import forward_op
 from test_bad_input import NAMES
 from torch import Tensor
 
-from attnbackend import CommonAttentionMetadata, ForwardContext, resolve_backend
+from attnbackend import AttentionParams, CommonAttentionMetadata, ForwardContext, resolve_backend
 from attnbackend.kv_cache import spec_of
 from attnbackend.metadata import BatchLimits
 from attnbackend.testing import PagedBatch, make_batch, op_kwargs, op_positional
-from  import params_of
 
 __all__ = ["attend", "layer", "other_layer", "planned", "twin"]
 
@@ -24,7 +24,13 @@ def planned(
 ) -> ForwardContext:  # fmt: skip
     """The context of a step whose plan was made from the batch's tensors."""
     device = batch.query.device
-    params = params_of(batch.case, device.type)
+    case = batch.case
+    params = AttentionParams(
+        num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_size=case.head_size, dtype=case.dtype,
+        kv_cache_dtype=case.kv_cache_dtype, block_size=case.block_size, device_type=device.type,
+        scale=case.softmax_scale, causal=case.causal, sliding_window=case.sliding_window,
+        logits_soft_cap=case.logits_soft_cap,
+    )  # fmt: skip
     limits = BatchLimits(16, 64, 256)
     builder = resolve_backend(backend).get_builder_cls()(params, spec_of(params), limits, device)
     common = CommonAttentionMetadata(
@@ -49,7 +55,7 @@ def attend(batch: PagedBatch, backend: str = "FAKE_FLASH", **changes: Any) -> Te
 def layer(
     name: str = "no_lse", batch: str = "decode", device: str = "cpu", **changes: Any
 ) -> PagedBatch:  # fmt: skip
-    return make_batch(case(name, batch, **{"lse": False, "dtype": torch.bfloat16, **changes}), device)
+    return make_batch(case_of(name, batch, **{"lse": False, "dtype": torch.bfloat16, **changes}), device)
 
 
 def twin(x: Tensor, factor: float) -> Tensor:
