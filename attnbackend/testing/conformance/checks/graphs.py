@@ -118,28 +118,35 @@ def capture_and_replay(
     run = partial(subject.run, role, captured, **buffers.arguments, group=GROUP)
     with set_forward_context(context_of(subject, plan)):
         replay = record(run)
-    results = subject.results(role, captured)
     for what, contents in (("other", replayed), ("the captured", subject.batch(captured.case))):
         plan = builder.build(0, buffers.fill(contents))
         yield from moved(planned, dict(plan_tensors(plan)), "replayed")
         batch = put_in(captured, contents, keep=tuple(buffers.arguments))
-        got = _after(replay, batch, results)
         with set_forward_context(context_of(subject, plan)):
-            wanted = _after(run, batch, results)
+            ways = [_after(way, batch, subject.results(role, captured)) for way in (replay, run)]
         where = f"{subject.called(role)}%s of the replay on {what} contents"
-        unequal = list(differences(where, {name: (x, wanted[name]) for name, x in got.items()}))
-        if exactly or not unequal:
-            yield from unequal
-            continue
-        for name, result in results.items():
-            result.copy_(got[name])
-        subject.judge(role, batch)
+        yield from _unequal(subject, role, batch, where, ways, exactly)
 
 
 def _after(run: Run, batch: AnyBatch, results: dict[str, Tensor]) -> dict[str, Tensor]:
     batch.poison_outputs()
     run()
     return {name: result.clone() for name, result in results.items()}
+
+
+def _unequal(
+    subject: BaseSubject[Any, Batch], role: str, batch: Batch, where: str,
+    ways: Sequence[dict[str, Tensor]], exactly: bool,
+) -> Iterator[str]:  # fmt: skip
+    """Where the replay's results, the first of ``ways``, differ from eager's."""
+    replayed, eager = ways
+    unequal = list(differences(where, {name: (x, eager[name]) for name, x in replayed.items()}))
+    if exactly or not unequal:
+        yield from unequal
+        return
+    for name, result in subject.results(role, batch).items():
+        result.copy_(replayed[name])
+    subject.judge(role, batch)
 
 
 def recorder(device: torch.device) -> Recorder:

@@ -8,7 +8,7 @@ from typing import Any
 
 from attnbackend.forward_context import set_forward_context
 from attnbackend.ops.generate import has_own_writer
-from attnbackend.testing.conformance.base_subject import AnyBatch, BaseSubject, Batch
+from attnbackend.testing.conformance.base_subject import AnyBatch, BaseSubject, Batch, OpCall
 from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED, PADDED
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
@@ -82,12 +82,17 @@ def unfit_for_graphs(
         yield from (f"{role}: {where}" for where in seen)
         with set_forward_context(context_of(subject, builder.build(0, buffers.fill(smaller)))):
             subject.run(role, smaller, **buffers.arguments, group=GROUP)
-        for size in kept.given_up:
-            yield (
-                f"{role}: a call of one token gives up {size} bytes that an earlier call kept, and a graph "
-                "captured then would read what is freed; allocate the largest once"
-            )
-    write = subject.write_call(batch)
+        yield from (f"{role}: a call of one token gives up {size} {_FREED}" for size in kept.given_up)
+    yield from _waits_of_the_writer(subject, subject.write_call(batch))
+
+
+_FREED = (
+    "bytes that an earlier call kept, and a graph captured then would read what is freed; allocate the "
+    "largest once"
+)
+
+
+def _waits_of_the_writer(subject: BaseSubject[Any, Any], write: OpCall) -> Iterator[str]:
     with watched(subject.device) as seen:
         write.directly(subject.name)
     writer = write.role.suffix
