@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -109,13 +110,12 @@ class Plan(LatentCheck):
         batches = (other, subject.batch(case.mla))
         buffers = PersistentBatch.for_batches(batches, subject.device)
         builder = make_builder(subject, case.mla, buffers.limits)
-        for batch in batches:
-            with set_config(mla_context_tokens=32):
+        for batch, role in itertools.product(batches, subject.roles):
+            with set_config(mla_context_tokens=32):  # A plan for each role: layers of a step have one.
                 plan = builder.build(0, buffers.fill(batch))
             with set_forward_context(context_of(subject, plan)):
-                for role in subject.roles:
-                    subject.run(role, batch, **buffers.arguments, group=GROUP)
-                    subject.judge(role, batch)
+                subject.run(role, batch, **buffers.arguments, group=GROUP)
+            subject.judge(role, batch)
         return ()
 
 
