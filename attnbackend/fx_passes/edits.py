@@ -232,13 +232,24 @@ def _check_aliases(node: Node, value: Any, new: Mapping[Node, Any]) -> None:
         was_alias = share_memory(tensor_of(source), tensor_of(node))
         if source not in new or was_alias == share_memory(new[source], value):
             continue
-        memory = Memory(node.graph)
-        keys = {memory.key(source), memory.key(node)}
-        for user in node.graph.nodes:
-            touched = user.all_input_nodes if user.op == "output" else written_by(user)
-            if user > node and any(memory.key(x) in keys for x in touched):
-                would_be = "a copy of" if was_alias else "the memory of"
-                raise NoMatch(f"{node} would be {would_be} {source}, which {user} could tell")
+        if (user := _first_to_tell(node, source)) is not None:
+            would_be = "a copy of" if was_alias else "the memory of"
+            raise NoMatch(f"{node} would be {would_be} {source}, which {user} could tell")
+
+
+def _first_to_tell(node: Node, source: Node) -> Node | None:
+    """Who, after ``node``, writes it or ``source``, or returns both, or either where it is an input's."""
+    memory = Memory(node.graph)
+    keys = {memory.key(source), memory.key(node)}
+    own = [n for n in node.graph.nodes if memory.key(n) in keys]
+    for user in node.graph.nodes:
+        touched = [x for x in written_by(user) if x in own] if user > node else []
+        if user.op == "output":
+            found = [x for x in user.all_input_nodes if x in own]
+            touched = found if len(found) > 1 or any(n.op == "placeholder" for n in own) else []
+        if touched:
+            return user
+    return None
 
 
 def _check_same(node: Node, before: Any, after: Any) -> None:
