@@ -175,17 +175,26 @@ def fa3_direct(inputs: Inputs, output: Tensor) -> Run:
     )  # fmt: skip
 
 
-def flash_mla_direct(inputs: Inputs, output: Tensor) -> Run:
+def flash_mla_direct(inputs: Inputs, output: Tensor, *, in_graph: bool = False) -> Run:
+    """With the library's schedule made ahead for the lengths of this point alone; or, as where a graph is
+    replayed on other lengths, by the first of a graph's calls."""
     if problem := flash_mla_problem(("get_mla_metadata",)):
         raise Unserved(problem)
     library, batch, heads = flash_mla(), inputs.common, inputs.query.shape[1]
     query = inputs.query.view(batch.seq_lens.shape[0], -1, heads, RANK + ROPE)
-    schedule, splits = library.get_mla_metadata(batch.seq_lens, query.shape[1] * heads, 1)
-    attend = partial(
-        library.flash_mla_with_kvcache, query, inputs.kv_cache.unsqueeze(2), batch.block_table,
-        batch.seq_lens, RANK, schedule, splits, softmax_scale=SCALE, causal=True,
-    )  # fmt: skip
-    return lambda: attend_into(output, attend, query.shape[1])
+    schedules: dict[bool, tuple[Any, Any]] = {}
+
+    def run() -> None:
+        inside = in_graph and torch.cuda.is_current_stream_capturing()
+        if inside not in schedules:
+            schedules[inside] = library.get_mla_metadata(batch.seq_lens, query.shape[1] * heads, 1)
+        attend = partial(
+            library.flash_mla_with_kvcache, query, inputs.kv_cache.unsqueeze(2), batch.block_table,
+            batch.seq_lens, RANK, *schedules[inside], softmax_scale=SCALE, causal=True,
+        )  # fmt: skip
+        attend_into(output, attend, query.shape[1])
+
+    return run
 
 
 SIDES = {
@@ -198,11 +207,12 @@ SIDES = {
     "fa3_direct": fa3_direct,
     "fa3_direct_32": in_blocks(32, fa3_direct),
     "flash_mla_direct": flash_mla_direct,
+    "flash_mla_in_graph": partial(flash_mla_direct, in_graph=True),
 }
 DIRECT_OF = {
     "FLASH_ATTN_MLA": "fa3_direct_32",
     "FLASHINFER_MLA": "flashinfer_fa3",
-    "FLASHMLA": "flash_mla_direct",
+    "FLASHMLA": "flash_mla_in_graph",
 }
 
 
