@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import types
 from typing import Any
 
 import pytest
 import torch
 from mla_library_fakes import FakeLatents, FakePrefill, fake_flash_mla, fake_flashinfer, fake_vllm_ops
+from recorded_calls import recorded
 
 from attnbackend.backends.mla import flash_attn_mla, flashinfer_mla, flashmla, library, prefill_flash_attn
 from attnbackend.backends.mla.cutlass_mla import CutlassMLABackend
@@ -24,6 +26,8 @@ from attnbackend.kv_cache import spec_of
 from attnbackend.metadata import BatchLimits, CommonAttentionMetadata
 from attnbackend.mla_metadata import MLAPrefillMetadata
 from attnbackend.testing import assert_within_rule
+from attnbackend.testing.conformance import Status, check_backend
+from attnbackend.testing.conformance.latent import steps
 from attnbackend.testing.reference_mla import plain_torch_mla, reference_mla
 from attnbackend.types import AttentionCGSupport, LSEBase
 
@@ -64,6 +68,22 @@ def test_what_the_backend_does_beside_the_library_is_right(
     block_size = backend.supported_block_sizes[-1]
     block_size = block_size if isinstance(block_size, int) else 64
     assert problem_of(backend, torch.bfloat16, block_size, heads, device="cpu") is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:4])
+def test_graphs_replay_on_longer_and_padded_batches(
+    backend: type[LibraryMLABackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the conformance kit does it on a GPU; every plan of a batch that a graph may hold fits the graph."""
+    body = {
+        "get_name": staticmethod(lambda: f"STAND_IN_{backend.get_name()}"), "supported_device_types": ("cpu",),
+        "unavailable_reason": classmethod(lambda cls, device: None),
+    }  # fmt: skip
+    stand_in = types.new_class("StandIn", (backend,), {}, lambda ns: ns.update(body))
+    monkeypatch.setattr(steps, "recorder", lambda device: recorded)
+    report = check_backend(stand_in, only=["graphs"], case="plain-captured")
+    report.assert_ok()
+    assert report.count(Status.SKIPPED) == 0
 
 
 def test_flashinfer_of_hopper_leaves_only_padding_to_do(
