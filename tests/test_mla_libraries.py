@@ -76,7 +76,8 @@ def test_graphs_replay_on_longer_and_padded_batches(
 ) -> None:
     """As the conformance kit does it on a GPU; every plan of a batch that a graph may hold fits the graph."""
     body = {
-        "get_name": staticmethod(lambda: f"STAND_IN_{backend.get_name()}"), "supported_device_types": ("cpu",),
+        "get_name": staticmethod(lambda: f"STAND_IN_{backend.get_name()}"),
+        "supported_device_types": ("cpu",),
         "unavailable_reason": classmethod(lambda cls, device: None),
     }  # fmt: skip
     stand_in = types.new_class("StandIn", (backend,), {}, lambda ns: ns.update(body))
