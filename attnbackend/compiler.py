@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +12,14 @@ from torch.fx import GraphModule
 
 from attnbackend._torch_compat import cache_key, compiler_backend
 from attnbackend.fx_passes import Change, GraphPass, PassManager, PassReport, SelectBackend, installed_passes
-from attnbackend.fx_passes.retarget import OpSite, calls_in, check_not_empty, check_sites, op_sites
+from attnbackend.fx_passes.retarget import (
+    OpSite,
+    calls_in,
+    check_fused_writes,
+    check_not_empty,
+    check_sites,
+    op_sites,
+)
 from attnbackend.fx_passes.select_backend import BackendChoice
 from attnbackend.ops.generate import backend_op
 from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE
@@ -49,7 +56,7 @@ class CompilerWithPasses:
         reports = self.manager.run(graph_module)
         sites, calls = op_sites(graph_module), calls_in(graph_module)
         if self.retargeted_to is not None:
-            self._redirect(sites, self.retargeted_to)
+            self._redirect(sites, self.retargeted_to, calls)
         with cache_key(f"attnbackend-passes:{self.manager.uuid()}"):
             compiled = (self.pieces or self._inner)(graph_module, example_inputs)
         # Dynamo restarts a trace by an exception out of the inner compiler; only what succeeds counts.
@@ -72,12 +79,15 @@ class CompilerWithPasses:
         """See `fx_passes.retarget`."""
         if self.num_graphs:
             check_not_empty(self.sites, self.calls)
-        changes = self._redirect(self.sites, backend)
+        changes = self._redirect(self.sites, backend, self.calls)
         self.retargeted_to = backend
         return changes
 
-    def _redirect(self, sites: Sequence[OpSite], backend: str) -> list[Change]:
+    def _redirect(
+        self, sites: Sequence[OpSite], backend: str, calls: Mapping[str, int]
+    ) -> list[Change]:  # fmt: skip
         check_sites(sites, backend)
+        check_fused_writes(calls, backend)
         self._readers.update({site.backend: backend for site in sites if site.role is ATTENTION})
         if backend_op(backend, KV_CACHE_UPDATE) is not None:
             self._writers.update({site.backend: backend for site in sites if site.role is KV_CACHE_UPDATE})

@@ -17,6 +17,7 @@ from graph_lines import renumbered
 from model_zoo import EagerReference, make_model
 from program_steps import greedy, prompt_logits
 from torch import Tensor
+from toy_backends import make_backend
 
 import attnbackend
 from attnbackend import ops
@@ -28,7 +29,9 @@ from attnbackend.fx_passes import (
     RemoveNoOps,
     SelectBackend,
     UndoFunctionalization,
+    cache_writes,
     graph_text,
+    retarget,
 )
 from attnbackend.fx_passes.rope_forms import match_rotated_heads
 from attnbackend.integrations.programs import ModelStep, export_model
@@ -253,6 +256,16 @@ def reshaped(*given):  # type: ignore[no-untyped-def]
     return model_layout(*given, like_query=True).transpose(0, 1).reshape(-1)
 
 
+def spelt_by_name(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    def turn(x: Tensor) -> Tensor:
+        low, high = torch.chunk(input=x, chunks=2, dim=-1)
+        turned = torch.cat(tensors=[torch.neg(input=high), low], dim=-1)
+        straight = torch.mul(input=x, other=cos.unsqueeze(dim=1))
+        return torch.add(input=straight, other=torch.mul(turned, other=sin[:, None]))
+
+    return attend(turn(q), turn(k), v, cache, batch)
+
+
 def partial(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
     q, k = (
         torch.cat([rotate(x[..., :16], cos[:, :16], sin[:, :16]), x[..., 16:]], -1).contiguous()
@@ -272,7 +285,7 @@ def norms(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
     return attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, batch)
 
 
-@pytest.mark.parametrize("step", [plain, model_layout, reshaped, partial, norms])
+@pytest.mark.parametrize("step", [plain, model_layout, reshaped, spelt_by_name, partial, norms])
 def test_forms_that_are_fused(step: Step) -> None:
     report = check(step, fused=True)
     assert ("2 head norms" in report) == (step is norms)
@@ -501,12 +514,24 @@ def test_a_backend_with_a_cache_of_its_own_kind_keeps_its_writer() -> None:
     class OwnCache(attnbackend.AttentionBackend, abstract=True):
         pass
 
-    from attnbackend.fx_passes import fuse_rope
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fuse_rope, "StandardCacheBackend", OwnCache)
+        patch.setattr(cache_writes, "StandardCacheBackend", OwnCache)
         _, _, report = run(plain, [SelectBackend("TRITON_ATTN"), FuseRopeCacheWrite()])
     assert "TRITON_ATTN has a cache of its own kind" in report
+
+
+def test_fused_writes_are_not_left_to_a_backend_with_a_cache_of_its_own_kind() -> None:
+    with attnbackend.registry_scope():
+        toy = make_backend("TOY_OF_ITS_OWN_KIND", supported_head_sizes=(D,))
+        attnbackend.register_backend("TOY_OF_ITS_OWN_KIND")(toy)
+        compiled: Any = attnbackend.compile(
+            plain, passes=[SelectBackend("TORCH_SDPA"), FuseRopeCacheWrite()], compiler="aot_eager"
+        )
+        compiled(*step_arguments())
+        with pytest.raises(ValueError, match="1 writes are attnbackend::rope_kv_cache_update"):
+            retarget(compiled, "TOY_OF_ITS_OWN_KIND")
+        if DEVICE == "cpu":
+            assert retarget(compiled, "CPU_ATTN")
 
 
 def test_two_backends_over_one_standard_cache_are_fused() -> None:

@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 from torch.fx import Graph, GraphModule
 
+from attnbackend.backend import AttentionBackend
+from attnbackend.backends.standard import StandardCacheBackend
+from attnbackend.backends.two_phase import TwoPhaseBackend
 from attnbackend.fx_passes.base import Change, NearMiss, PassReport
 from attnbackend.fx_passes.forms import NoMatch
 from attnbackend.fx_passes.nodes import OpNode, find_ops
 from attnbackend.ops.library import OpRole, role_of
 
-__all__ = ["fuse_cache_writes", "next_reader"]
+__all__ = ["fuse_cache_writes", "has_standard_cache", "next_reader"]
 
 
 def fuse_cache_writes(
@@ -31,6 +34,13 @@ def fuse_cache_writes(
     if changes:
         graph_module.recompile()
     return PassReport(name, tuple(changes), tuple(misses))
+
+
+def has_standard_cache(backend: type[AttentionBackend]) -> bool:
+    """Whether a backend reads what the fused op writes."""
+    if issubclass(backend, TwoPhaseBackend):
+        return all(map(has_standard_cache, backend.parts))
+    return issubclass(backend, StandardCacheBackend)
 
 
 def next_reader(graph: Graph, write: OpNode, *roles: OpRole) -> OpNode:

@@ -8,11 +8,8 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule, Node
 
-from attnbackend.backend import AttentionBackend
-from attnbackend.backends.standard import StandardCacheBackend
-from attnbackend.backends.two_phase import TwoPhaseBackend
 from attnbackend.fx_passes.base import Change, GraphPass, PassReport, Stage
-from attnbackend.fx_passes.cache_writes import fuse_cache_writes, next_reader
+from attnbackend.fx_passes.cache_writes import fuse_cache_writes, has_standard_cache, next_reader
 from attnbackend.fx_passes.edits import (
     emit,
     emit_view,
@@ -86,18 +83,12 @@ def _check_support(write: OpNode) -> None:
     if reason := kernels.unavailable_reason(key.device.type):
         raise NoMatch(reason)
     named = backend_of_op(write.op)
-    if named is not None and not _has_standard_cache(resolve_backend(named[0])):
+    if named is not None and not has_standard_cache(resolve_backend(named[0])):
         raise NoMatch(f"{named[0]} has a cache of its own kind")
     if cache.dim() != 5 or cache.shape[1] != 2:
         raise NoMatch(f"the cache's shape is {tuple(cache.shape)}, not the standard one")
     if key.shape[-1] % 8 or not 16 <= key.shape[-1] <= 256:
         raise NoMatch(f"head size {key.shape[-1]}; the kernel takes multiples of 8 from 16 to 256")
-
-
-def _has_standard_cache(backend: type[AttentionBackend]) -> bool:
-    if issubclass(backend, TwoPhaseBackend):
-        return all(map(_has_standard_cache, backend.parts))
-    return issubclass(backend, StandardCacheBackend)
 
 
 def _check_order(match: _Match) -> None:

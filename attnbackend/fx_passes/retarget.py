@@ -13,17 +13,20 @@ from torch.fx import GraphModule, Node
 from attnbackend._torch_compat import FUNCTIONALIZED
 from attnbackend.backend import KVCacheDims
 from attnbackend.fx_passes.base import Change
+from attnbackend.fx_passes.cache_writes import has_standard_cache
 from attnbackend.fx_passes.forms import name_of
 from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
 from attnbackend.ops.bind import attention_config, cache_dims, update_config
 from attnbackend.ops.generate import backend_of_op, backend_op
 from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, NAMESPACE, OpRole, role_of
+from attnbackend.ops.rope_write import rope_kv_cache_update
 from attnbackend.registry import require_implemented, resolve_backend
 from attnbackend.selector import AttentionSelectorConfig, backend_reasons
 
 __all__ = [
     "OpSite",
     "calls_in",
+    "check_fused_writes",
     "check_not_empty",
     "check_sites",
     "op_sites",
@@ -87,6 +90,16 @@ def _called(node: Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target.name()
     return name_of(node) or f"module {target}"
+
+
+def check_fused_writes(calls: Mapping[str, int], backend: str) -> None:
+    """Raises ValueError where ``backend`` would read fused writes, and they are not of its kind of cache."""
+    name = rope_kv_cache_update.name()
+    if calls.get(name, 0) and not has_standard_cache(resolve_backend(backend)):
+        raise ValueError(
+            f"backend {backend!r} has a cache of its own kind, and {calls[name]} writes are {name}, for the "
+            "standard one; nothing was changed: leave FuseRopeCacheWrite out and compile anew"
+        )
 
 
 def check_not_empty(sites: Iterable[OpSite], calls: Mapping[str, int]) -> None:
@@ -165,8 +178,10 @@ def retarget(target: Any, backend: str) -> list[Change]:
 
 def _retarget_graph(graph_module: GraphModule, backend: str) -> list[Change]:
     sites = op_sites(graph_module)
-    check_not_empty(sites, calls_in(graph_module))
+    calls = calls_in(graph_module)
+    check_not_empty(sites, calls)
     check_sites(sites, backend)
+    check_fused_writes(calls, backend)
     changes = []
     for op in list(_all_ops(graph_module)):
         site = OpSite.of(op)
