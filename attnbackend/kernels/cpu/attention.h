@@ -2,6 +2,7 @@
 #pragma once
 #include <omp.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <type_traits>
@@ -344,6 +345,11 @@ static void read_queries(const AttentionArgs& a, Scratch& s, int64_t rows) {
   }
 }
 
+// The end of the keys that some row of a panel sees.
+static inline int64_t panel_high(const RowInfo& info, int64_t first, int64_t rows) {
+  return *std::max_element(info.high + first, info.high + std::min<int64_t>(rows, first + PANEL * VW));
+}
+
 template <class C>
 static void run_wide(const AttentionArgs& a, const Item& item, Scratch& s,
                      const ScoreRules& rules) {
@@ -362,10 +368,12 @@ static void run_wide(const AttentionArgs& a, const Item& item, Scratch& s,
     const bool rule = needs_rules(s.rows, first, first + count, rules);
     for (int64_t r = 0; r < rows; r += PANEL * VW) {
       const int row = static_cast<int>(r);
+      const int seen = static_cast<int>(std::min<int64_t>(count, panel_high(s.rows, r, rows) - first));
+      if (seen <= 0) continue;
       switch (std::min<int64_t>(PANEL, (rows - r) / VW)) {
-        case 1: wide_panel<C, 1>(a, s, tile, at, row, rows, count, first, width, rule, rules); break;
-        case 2: wide_panel<C, 2>(a, s, tile, at, row, rows, count, first, width, rule, rules); break;
-        default: wide_panel<C, 3>(a, s, tile, at, row, rows, count, first, width, rule, rules); break;
+        case 1: wide_panel<C, 1>(a, s, tile, at, row, rows, seen, first, width, rule, rules); break;
+        case 2: wide_panel<C, 2>(a, s, tile, at, row, rows, seen, first, width, rule, rules); break;
+        default: wide_panel<C, 3>(a, s, tile, at, row, rows, seen, first, width, rule, rules); break;
       }
     }
   }
