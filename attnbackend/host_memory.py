@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attnbackend.plain_weights import is_plain_weight
+
 __all__ = ["keep_freed_memory", "move_to_huge_pages"]
 
 _PAGE = 1 << 21
@@ -41,7 +43,7 @@ def move_to_huge_pages(parameters: Iterable[Tensor], max_bytes: int) -> int:
     copied, all into one allocation, and the parameters take the copies over.
 
     Args:
-        parameters: others than contiguous ones on a CPU are left alone.
+        parameters: others than plain contiguous ones on a CPU are left alone.
         max_bytes: what copies may take together; where they would take more, none is made.
 
     Returns:
@@ -52,7 +54,9 @@ def move_to_huge_pages(parameters: Iterable[Tensor], max_bytes: int) -> int:
     mapped: list[Tensor] = []
     files = _mapped_files()
     for parameter in dict.fromkeys(parameters):
-        if parameter.is_inference() or not (parameter.device.type == "cpu" and parameter.is_contiguous()):
+        if not is_plain_weight(parameter) or parameter.is_inference() or parameter.device.type != "cpu":
+            continue
+        if not parameter.is_contiguous():
             continue
         if any(first <= parameter.data_ptr() < end for first, end in files):
             mapped.append(parameter)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from attnbackend.ops.cpu_linear import cpu_linear
+from attnbackend.plain_weights import is_plain_weight
 
 __all__ = ["CPULinear", "give_back_linears", "take_linears"]
 
@@ -31,7 +32,8 @@ def take_linears(model: nn.Module) -> str:
 
     if (how := how_ops_are_called()) is None or serve_cpu_ops() is not None:
         return f"torch multiplies: {how or 'there are no C++ kernels'}"
-    layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype in _DTYPES]
+    linears = [m for m in model.modules() if type(m) is nn.Linear and is_plain_weight(m.weight)]
+    layers = [m for m in linears if m.weight.dtype in _DTYPES]
     for layer in layers:
         layer.__class__ = CPULinear
     return f"{len(layers)} linear layers multiply by own kernels"

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from attnbackend.plain_weights import is_plain_weight
+
 __all__ = ["SIBLINGS", "merge_linears"]
 
 SIBLINGS = (
@@ -45,7 +47,7 @@ def merge_linears(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS
 
 
 def _fit_together(layers: Sequence[object], owners: Counter[int]) -> bool:
-    plain = [layer for layer in layers if type(layer) is nn.Linear]
+    plain = [layer for layer in layers if type(layer) is nn.Linear and is_plain_weight(layer.weight)]
     if len(plain) != len(layers):
         return False
     kinds = {(p.weight.shape[1], p.weight.dtype, p.weight.device, p.bias is None) for p in plain}
