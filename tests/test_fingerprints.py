@@ -114,6 +114,25 @@ def choose(name, config):
     return name
 given = functools.partial(choose, "X")
 """},
+    "what wraps a function": {
+        "mine": "from helpers import wrap\n@wrap\ndef given(config):\n    return config",
+        "helpers": """
+import functools
+def wrap(function):
+    @functools.wraps(function)
+    def wrapper(config):
+        return "X"
+    return wrapper
+""",
+    },
+    "a function whose results are kept": {"mine": """
+import functools
+@functools.cache
+def helper():
+    return "X"
+def given(config):
+    return helper()
+"""},
     "a method": {"mine": """
 class Chooser:
     def choose(self, config):

@@ -222,8 +222,8 @@ def _evaluated(node: Node, new: Mapping[Node, Any]) -> Any:
     try:
         with fake_mode_of(args, kwargs):
             return target(*args, **kwargs)
-    except (RuntimeError, ValueError) as error:
-        raise NoMatch(f"{node} does not take other strides: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # whatever it is: the caller reports it, and leaves the graph alone
+        raise NoMatch(f"{node} does not take other strides: {str(error).partition(chr(10))[0]}") from error
 
 
 def _check_aliases(node: Node, value: Any, new: Mapping[Node, Any]) -> None:

@@ -80,9 +80,14 @@ def _parts_of_callable(value: Any) -> list[Any] | None:
         return [value.__module__, value.__qualname__, owner]
     if isinstance(value, property):
         return [value.fget, value.fset, value.fdel]
+    if isinstance(value, functools.cached_property):
+        return [value.func]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
-    return None
+    return [value.__wrapped__] if isinstance(value, _CACHED) else None
+
+
+_CACHED = type(functools.cache(len))
 
 
 def _class_text(cls: type, told: _Told) -> str:
@@ -91,7 +96,7 @@ def _class_text(cls: type, told: _Told) -> str:
 
 def _source(thing: Any) -> str | None:
     try:
-        return inspect.getsource(thing)
+        return inspect.getsource(getattr(thing, "__code__", thing))  # a wrapper's own, not what it wraps
     except (OSError, TypeError):  # typed at a prompt, or made by exec
         return None
 
@@ -110,7 +115,7 @@ def _is_made(name: str, value: Any) -> bool:
     """Whether Python, or a decorator such as ``dataclass``, made it of the class's source."""
     function = getattr(value, "__func__", value)
     if isinstance(function, types.FunctionType):
-        return _source(function) is None
+        return _source(inspect.unwrap(function)) is None
     is_own = isinstance(value, (property, classmethod))
     return not is_own and (name.startswith(("__", "_abc_")) or inspect.isdatadescriptor(value))
 

@@ -85,7 +85,7 @@ def written_by(node: Node) -> list[Any]:
 
     Of a functionalised call: the values whose next versions it returns, in that order.
     """
-    if node.op not in ("call_function", "call_method"):
+    if not node.op.startswith("call_"):
         return []
     if (op := wrapped_op(node)) is not None:
         if "_all_bases" in node.kwargs:
