@@ -56,6 +56,7 @@ class FlashAttentionImpl(TritonWriterImpl):
         super().__init__(params)
         self._window = window_of(params.sliding_window, params.causal)
         self._routes: dict[bool, _Route] = {}
+        self._ones: Tensor | None = None
         self._is_fp8 = self.takes_quantized_query = params.kv_cache_dtype.startswith("fp8")
         if params.device_type == "cuda":
             serve_library_calls("FLASH_ATTN", "cuda")
@@ -114,11 +115,19 @@ class FlashAttentionImpl(TritonWriterImpl):
         """The query in float8, as the kernels for float8 caches take it, and the scales of the cache."""
         limit = torch.finfo(torch.float8_e4m3fn).max
         shape = (rows, self.params.num_kv_heads)
-        one = query.new_ones(1, dtype=torch.float32)
-        k_scale, v_scale = (one if s is None else s for s in (tensors.k_scale, tensors.v_scale))
+        k_scale, v_scale = (self._one(query) if s is None else s for s in (tensors.k_scale, tensors.v_scale))
         is_stored = query.dtype is torch.float8_e4m3fn
         stored = query if is_stored else query.clamp(-limit, limit).to(torch.float8_e4m3fn)
         return stored, Descales(None, k_scale.expand(shape), v_scale.expand(shape))
+
+    def _one(self, query: Tensor) -> Tensor:
+        """float32 [1], kept: to fill it is a kernel more."""
+        if self._ones is not None and self._ones.device == query.device:
+            return self._ones
+        made = query.new_ones(1, dtype=torch.float32)
+        if not (made.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._ones = made
+        return made
 
     def _over_new_tokens(
         self, route: _Route, call: FlashCall, key: Tensor, value: Tensor, plan: FlashAttentionMetadata
