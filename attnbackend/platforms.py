@@ -39,7 +39,7 @@ def current_platform(device_type: str) -> Platform:
 
 _CUDA = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT", "TORCH_SDPA")
 # What FlashAttention 3 does not serve, such as float8 caches, FlashInfer served slower on an H200: 64
-# requests of 4,096 keys in 257 microseconds instead of 126, a prompt of 8,192 tokens in 2.15 ms, not 1.65.
+# requests of 4,096 keys in 259 microseconds instead of 129 (benchmarks/results/attention_shapes_h200.json).
 _CUDA_SM90 = (
     "FLASH_ATTN+TRITON_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TURBOQUANT",
     "TORCH_SDPA",
