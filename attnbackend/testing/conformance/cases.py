@@ -86,6 +86,8 @@ class CaseGenerator:
             return
         lengths = {**BATCHES, **LARGE_BATCHES}[batch]
         fields = fit_to_batch({**self.base, **claimed.changes, **lengths, **changes})
+        for heads in ("num_heads", "num_kv_heads"):
+            fields[heads] *= claimed.times
         fields["lse"] = bool(fields["lse"] and self.backend.supports_lse())
         if _goes_together(fields) and self._is_claimed(attention := AttentionCase(**fields)):
             yield ConformanceCase(id=f"{feature}-{batch}", feature=claimed.claim, attention=attention)

@@ -21,6 +21,8 @@ class Feature:
     changes: dict[str, Any] = field(default_factory=dict, hash=False)
     needs: tuple[str, ...] = ()
     """Boolean claims without which the case makes no sense."""
+    times: int = 1
+    """Heads, in multiples of the usual number: what is given for each head must be read for each."""
 
     def is_claimed_by(self, backend: type[AttentionBackend]) -> bool:
         kind = self.changes.get("attn_type", AttentionType.DECODER)

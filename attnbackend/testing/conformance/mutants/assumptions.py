@@ -182,6 +182,21 @@ class DecodesWithoutValueScale(HonestImpl):
         return super().gather(kv_cache, side, table_RW, at, ours)
 
 
+class SlopesOfEightHeads(HonestImpl):
+    def bias(self, s_THL: Tensor, at: Places, tensors: OptionalTensors) -> Tensor:
+        slopes = tensors.alibi_slopes
+        if slopes is not None:
+            tensors = tensors._replace(alibi_slopes=slopes[torch.arange(len(slopes)) % 8])
+        return super().bias(s_THL, at, tensors)
+
+
+class SinksOfEightHeads(HonestImpl):
+    def log_sum_exp(self, s_THL: Tensor, at: Places, tensors: OptionalTensors) -> Tensor:
+        if tensors.sinks is not None:
+            tensors = tensors._replace(sinks=tensors.sinks[torch.arange(len(tensors.sinks)) % 8])
+        return super().log_sum_exp(s_THL, at, tensors)
+
+
 ASSUMPTION_MUTANTS = (
     on_path(
         "planned_decode_with_window", "under a window, where a plan says that it is a decode",
@@ -216,6 +231,14 @@ ASSUMPTION_MUTANTS = (
     on_path(
         "prompt_of_a_page", "for prompts of one page",
         lambda c: ((c.query_lens == c.params.block_size) & (c.batch.seq_lens == c.query_lens))[c.at.row_T],
+    ),
+    Mutant(
+        "slopes_of_eight_heads", "the ninth head has the first one's slope", "numerics", SlopesOfEightHeads,
+        shown_by="alibi-*",
+    ),
+    Mutant(
+        "sinks_of_eight_heads", "the ninth head has the first one's sink", "numerics", SinksOfEightHeads,
+        shown_by="sinks-*",
     ),
     Mutant(
         "decodes_without_value_scale", "v_scale is not applied in decodes", "stateless",
