@@ -21,6 +21,7 @@ __all__ = [
     "StorageRef",
     "add_buffer",
     "add_cache_key",
+    "aoti_package",
     "aoti_round_trip",
     "cache_key",
     "compiled_call",
@@ -240,11 +241,16 @@ def inductor_code(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     return result, "\n".join(codes)
 
 
+def aoti_package(program: torch.export.ExportedProgram, path: str) -> str:
+    """Compiles the program into a package at ``path``, which is returned."""
+    from torch._inductor import aoti_compile_and_package
+
+    return aoti_compile_and_package(program, package_path=path)
+
+
 def aoti_round_trip(program: torch.export.ExportedProgram, path: str) -> Callable[..., Any]:
     """The program compiled into a package at ``path`` and loaded from there."""
-    from torch._inductor import aoti_compile_and_package, aoti_load_package
-
-    return aoti_load_package(aoti_compile_and_package(program, package_path=path))
+    return load_aoti_package(aoti_package(program, path))
 
 
 def load_aoti_package(path: str) -> Callable[..., Any]:
