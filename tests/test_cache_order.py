@@ -113,6 +113,12 @@ def _sort_before(first: Node, nodes: Any) -> None:
         first.prepend(node)
 
 
+def swap_keys_alone(graph: Graph) -> None:
+    first, second = calls(graph, write)
+    _sort_before(first, second.args[:1])
+    first.args, second.args = (second.args[0], *first.args[1:]), (first.args[0], *second.args[1:])
+
+
 def swap_what_arguments_are_made_of(graph: Graph) -> None:
     first, second = calls(graph, write)
     for one, other in zip(first.args[:2], second.args[:2], strict=True):
@@ -143,7 +149,7 @@ def swap_readers(graph: Graph) -> None:
 
 
 DAMAGE: list[Damage] = [
-    swap_calls, swap_arguments, swap_what_arguments_are_made_of, renew_swapped, swap_readers,
+    swap_calls, swap_arguments, swap_keys_alone, swap_what_arguments_are_made_of, renew_swapped, swap_readers,
 ]  # fmt: skip
 
 

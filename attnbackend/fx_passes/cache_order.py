@@ -9,6 +9,7 @@ readers, are told apart by what they are given (`call_marks`).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,8 +53,9 @@ class CacheHistory:
     """Writes that are in each cache when the graph ends."""
     calls: dict[tuple[str, str], dict[int, list[Node]]] = field(default_factory=dict)
     """(cache, what) -> version -> the calls."""
-    marks: dict[tuple[str, str], dict[int, list[Marks]]] = field(default_factory=dict)
-    """The same, where there are several versions: what tells their calls apart."""
+    marks: dict[tuple[str, str, str], dict[int, list[Marks]]] = field(default_factory=dict)
+    """The same, where there are several versions: what tells their calls apart, as a whole ("") and
+    argument by argument."""
 
 
 def check_cache_history(pass_name: str, before: CacheHistory, after: CacheHistory) -> None:
@@ -70,7 +72,8 @@ def check_cache_history(pass_name: str, before: CacheHistory, after: CacheHistor
             wrong.append(f"{cache} ends with {ends[1]} writes in it instead of {ends[0]}")
     for key, marks in before.marks.items():
         for place, other in moved(marks, after.marks.get(key, {})):
-            wrong.append(f"moved: {key[0]}: {key[1]} after {other} writes came after {place}")
+            what = f"{key[2]} of {key[1]}" if key[2] else key[1]
+            wrong.append(f"moved: {key[0]}: {what} after {other} writes came after {place}")
     if wrong:
         listed = "".join(f"\n  {line}" for line in sorted(set(wrong)))
         raise CacheOrderError(
@@ -92,18 +95,20 @@ def cache_history(graph_module: GraphModule) -> CacheHistory:
     for node in graph_module.graph.nodes:
         _note(node, own.get(node), memory, caches, history)
     if any(len(versions) > 1 for versions in history.calls.values()):
-        _mark(graph_module.graph, memory, history)
+        _mark(graph_module.graph, own, memory, history)
     return history
 
 
-def _mark(graph: Graph, memory: Memory, history: CacheHistory) -> None:
+def _mark(graph: Graph, ops: Mapping[Node, OpNode], memory: Memory, history: CacheHistory) -> None:
     marker = Marker(graph)
     for (cache, what), versions in history.calls.items():
-        if len(versions) > 1:
-            own = {node for node in graph.nodes if memory.key(node) == cache}
-            history.marks[cache, what] = {
-                version: [marker.of(call, own) for call in calls] for version, calls in versions.items()
-            }
+        own = {node for node in graph.nodes if memory.key(node) == cache} if len(versions) > 1 else set()
+        for version, call in ((v, c) for v, calls in versions.items() for c in calls if own):
+            found = {"": marker.of(call, own)}
+            arguments = ops[call].arguments() if call in ops else {}
+            found |= {name: marker.of_value(value, own) for name, value in arguments.items()}
+            for name, marks in found.items():
+                history.marks.setdefault((cache, what, name), {}).setdefault(version, []).append(marks)
 
 
 def _note(

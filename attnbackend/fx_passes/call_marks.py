@@ -38,13 +38,20 @@ class Marker:
 
     def of(self, call: Node, without: Container[Node]) -> Marks:
         """Of the values that ``call`` is given, and what these are made of, ``without`` left out."""
-        nodes = set(_ancestors(call, without))
+        nodes = set(_ancestors([call], without))
         formulas = {self._formulas[n] for n in nodes if n is not call} | {self._formula(call, without)}
         return frozenset(formulas), frozenset(nodes)
 
+    def of_value(self, value: Any, without: Container[Node]) -> Marks:
+        """Of one of the values that a call is given."""
+        given: list[Node] = []
+        map_arg(value, given.append)
+        nodes = set(_ancestors([n for n in given if n not in without], without))
+        return frozenset(self._formulas[n] for n in nodes), frozenset(nodes)
 
-def _ancestors(call: Node, without: Container[Node]) -> Iterator[Node]:
-    stack, seen = [call], {call}
+
+def _ancestors(nodes: list[Node], without: Container[Node]) -> Iterator[Node]:
+    stack, seen = list(nodes), set(nodes)
     while stack:
         node = stack.pop()
         yield node
