@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,6 +13,14 @@ from torch import Tensor
 from attnbackend.runtime.admission import AdmissionRules, Prompt
 from attnbackend.runtime.block_allocator import BlockAllocator
 from attnbackend.runtime.detokenizer import IncrementalDetokenizer, Tokenizer
+from attnbackend.runtime.engine_arguments import (
+    ParamsForPrompts,
+    check_decodes,
+    check_runner,
+    eos_ids,
+    params_for,
+    require_positive,
+)
 from attnbackend.runtime.input_batch import InputBatch
 from attnbackend.runtime.lockstep import Lockstep
 from attnbackend.runtime.model_runner_protocol import ModelRunner
@@ -23,8 +32,6 @@ from attnbackend.runtime.scheduler import Schedule, ScheduledRequest, Scheduler
 from attnbackend.runtime.speculation import NgramProposer, drafts_of
 from attnbackend.runtime.started_step import SampledTokens, StartedStep, TokenMemory
 from attnbackend.runtime.text_stream import TextStream
-
-ParamsForPrompts = SamplingParams | Sequence[SamplingParams] | None
 
 
 class _Repeatable(NamedTuple):
@@ -42,7 +49,9 @@ class EngineCore:
     runner's logits do: neither other requests nor preemption change it.
 
     When the runner raises, the exception leaves `step` and no request has advanced: calling
-    `step` again repeats the batch, and every request can be aborted.
+    `step` again repeats the batch, and every request can be aborted. After an interrupt, wherever it
+    comes, requests are computed anew from the tokens that they had: no token of a `RequestOutput` differs,
+    and what `step` was about to return may be missing or come twice.
 
     Args:
         runner: runs the model and owns the KV cache.
@@ -74,15 +83,15 @@ class EngineCore:
         speculative: str | None = None,
         num_speculative_tokens: int | None = None,
     ) -> None:
-        _require_positive("max_num_seqs", max_num_seqs)
-        _require_positive("max_num_batched_tokens", max_num_batched_tokens)
+        require_positive("max_num_seqs", max_num_seqs)
+        require_positive("max_num_batched_tokens", max_num_batched_tokens)
         num_drafts = drafts_of(speculative, num_speculative_tokens)
-        _check_decodes(num_drafts, max_num_batched_tokens, async_scheduling)
-        _check_runner(runner, num_drafts)
+        check_decodes(num_drafts, max_num_batched_tokens, async_scheduling)
+        check_runner(runner, num_drafts)
         self.proposer = NgramProposer(num_drafts) if num_drafts else None
         self.runner = runner
         self.tokenizer = tokenizer
-        self.eos_token_ids = _eos_ids(eos_token_ids, tokenizer, runner.vocab_size)
+        self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, runner.vocab_size)
         self._rules = AdmissionRules(
             vocab_size=runner.vocab_size,
             max_model_len=runner.max_model_len,
@@ -119,6 +128,8 @@ class EngineCore:
         self._num_added = 0
         self._num_steps = 0
         self._repeatable: _Repeatable | None = None
+        self._is_torn = self._is_undone = False
+        """Whether a call broke off amid changes that belong together, and whether those were taken back."""
 
     def add_request(
         self,
@@ -150,7 +161,9 @@ class EngineCore:
                 f"request id {request_id!r} belongs to an unfinished request; choose another, or "
                 f"abort that one first"
             )
-        self._queue(request_id, prompt, self._checked_tokens(prompt, params), params)
+        token_ids = self._checked_tokens(prompt, params)
+        with self._whole():
+            self._queue(request_id, prompt, token_ids, params)
         return request_id
 
     def check_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> None:
@@ -165,7 +178,7 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to return."""
-        return self.scheduler.has_unfinished or bool(self._undelivered)
+        return bool(self._progress or self._undelivered)
 
     def step(self) -> list[StepOutput]:
         """Compute one batch.
@@ -178,10 +191,11 @@ class EngineCore:
         Raises:
             Exception: whatever the runner raised, see the class.
         """
-        if self._undelivered:
-            delivered, self._undelivered = self._undelivered, []
-            return delivered
-        return self._compute_step() if self.scheduler.has_unfinished else []
+        self._mend()
+        if self._progress and not self._undelivered:
+            self._compute_step()
+        delivered, self._undelivered = self._undelivered, []
+        return delivered
 
     def generate(
         self,
@@ -203,12 +217,13 @@ class EngineCore:
             Exception: whatever the runner raised; these requests are aborted.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        params = _params_for(prompts, sampling_params)
+        params = params_for(prompts, sampling_params)
         tokens = list(map(self._checked, range(len(prompts)), prompts, params))
         request_ids = [self._new_id() for _ in prompts]
-        for added in zip(request_ids, prompts, tokens, params, strict=True):
-            self._queue(*added)
         try:
+            with self._whole():
+                for added in zip(request_ids, prompts, tokens, params, strict=True):
+                    self._queue(*added)
             finished = self._run_to_end(set(request_ids))
         except BaseException:
             self._abort_all(request_ids)
@@ -224,21 +239,55 @@ class EngineCore:
         Raises:
             ValueError: no unfinished request has this id.
         """
+        self._mend()
         progress = self._progress.get(request_id) if isinstance(request_id, str) else None
         if progress is None:
             raise ValueError(
                 f"abort: no unfinished request {request_id!r}; unfinished are {sorted(self._progress)}"
             )
-        self.scheduler.settle()
-        output = progress.abort()
-        self._retire(progress.request)
+        with self._whole():
+            self.scheduler.settle()
+            output = progress.abort()
+            self._retire(progress.request)
         return output
 
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Around changes that belong together."""
+        self._mend()
+        try:
+            yield
+        except BaseException:
+            self._broke_off()
+            raise
+
+    def _mend(self) -> None:
+        """If a call broke off: let all requests wait, with the tokens that they have."""
+        if not self._is_torn:
+            return
+        self._repeatable = None
+        self._in_flight.clear()
+        self.scheduler.restart([progress.request for progress in self._progress.values()])
+        self.input_batch.clear()
+        for progress in list(self._progress.values()):
+            self._take_again(progress.request)
+        self._is_torn = False
+
+    def _take_again(self, request: Request) -> None:
+        """Take in the tokens that a request has, which may have ended with them."""
+        progress = self._progress[request.request_id] = self._new_progress(request)
+        output = progress.accept_again()
+        if output is not None:
+            told = any(o.finished and o.request_id == request.request_id for o in self._undelivered)
+            self._undelivered += [] if told else [output]
+            self._retire(request)
+
     def _new_id(self) -> str:
+        told = {output.request_id for output in self._undelivered}
         while True:
             request_id = f"request-{self._num_added}"
             self._num_added += 1
-            if request_id not in self._progress:
+            if request_id not in self._progress and request_id not in told:
                 return request_id
 
     def _checked_tokens(self, prompt: Prompt, params: SamplingParams) -> list[int]:
@@ -268,33 +317,33 @@ class EngineCore:
     def _new_progress(self, request: Request) -> RequestProgress:
         params, stream = request.params, None
         if self.tokenizer is not None:
-            detokenizer = IncrementalDetokenizer(self.tokenizer, request.token_ids)
+            detokenizer = IncrementalDetokenizer(self.tokenizer, request.token_ids[: request.prompt_len])
             stream = TextStream(detokenizer, params.stop_strings)
         eos_ids = frozenset() if params.ignore_eos else self.eos_token_ids
         return RequestProgress(request, eos_ids.union(params.stop_token_ids), stream)
 
-    def _compute_step(self) -> list[StepOutput]:
+    def _compute_step(self) -> None:
         """Start a step, then take in the tokens of the one before; without working ahead, its own."""
-        behind: list[StepOutput] = []
-        if len(self._in_flight) > self.is_async:  # A call was interrupted.
-            behind = self._take_in_all_but(int(self.is_async))
-        started = self._start_step()
-        if started is not None:
-            self._in_flight.append(started)
-        outputs = self._take_in_all_but(int(self.is_async and started is not None))
-        return behind + outputs if behind else outputs
+        try:
+            started = self._start_step()
+            if started is not None:
+                self._in_flight.append(started)
+            self._take_in_all_but(int(self.is_async and started is not None))
+        except BaseException:
+            self._broke_off()
+            raise
 
-    def _take_in_all_but(self, count: int) -> list[StepOutput]:
-        """The outputs of steps in flight, until so many are left."""
-        outputs: list[StepOutput] = []
+    def _broke_off(self) -> None:
+        self._is_torn, self._is_undone = not self._is_undone, False
+
+    def _take_in_all_but(self, count: int) -> None:
+        """Take in the tokens of steps in flight, until so many are left."""
         while len(self._in_flight) > count:
-            tokens = self._in_flight[0].tokens()
             step = self._in_flight.popleft()
             if self.proposer is None:
-                outputs += self._take_in(step, tokens)
+                self._take_in(step, step.tokens())
             else:
-                outputs += self._take_in_drafts(step, tokens, self.proposer)
-        return outputs
+                self._take_in_drafts(step, step.tokens(), self.proposer)
 
     def _start_step(self) -> StartedStep | None:
         """The step that the device now runs; None where every request waits for a token of the one before."""
@@ -323,7 +372,7 @@ class EngineCore:
             if not repeatable.repeat():
                 return None
             started = self._sampled.start(repeatable.memory, repeatable.lockstep.requests)
-        except BaseException:
+        except Exception:
             self._undo_tokens()
             raise
         self._num_steps += 1
@@ -343,7 +392,7 @@ class EngineCore:
             requests = lockstep.requests if lockstep else [scheduled[row].request for row in rows]
             greedy = getattr(self.runner, "greedy", None)
             started = self._sampled.sample(logits, batch.sampling, requests, greedy)
-        except BaseException:
+        except Exception:
             self._undo_tokens()
             raise
         has_advanced = batch.sampling is None and getattr(self.runner, "has_advanced", False)
@@ -362,6 +411,7 @@ class EngineCore:
         self.input_batch.invalidate()
         if self._in_flight:
             self._in_flight[-1].put_back()
+        self._is_undone = True
 
     def _check_logits(self, logits: Tensor, batch: PreparedBatch) -> None:
         expected = (batch.num_sampled, self.runner.vocab_size)
@@ -371,40 +421,36 @@ class EngineCore:
                 f"{expected}: a row for each of batch.sampled_rows, vocab_size wide"
             )
 
-    def _take_in(self, step: StartedStep, tokens: list[int]) -> list[StepOutput]:
+    def _take_in(self, step: StartedStep, tokens: list[int]) -> None:
         """Give the requests their tokens; those that ended while the step ran are left out."""
         lockstep = self.scheduler.lockstep
         if lockstep is not None and step.requests is lockstep.requests:
             taken = lockstep.take(tokens)
             if taken is not None:
-                return taken
+                self._undelivered += taken
+                return
         self.scheduler.settle()
-        outputs, finished = [], RequestStatus.FINISHED
+        finished = RequestStatus.FINISHED
         for request, token_id in zip(step.requests, tokens, strict=True):
             if request.status is finished:
                 continue
             request.num_pending -= 1
             assert request.accept is not None
-            output = request.accept(token_id)
-            if output.finish_reason is not None:
-                self._retire(request)
-            outputs.append(output)
-        return outputs
+            self._add_output(request, request.accept(token_id))
 
-    def _take_in_drafts(
-        self, step: StartedStep, tokens: list[int], proposer: NgramProposer
-    ) -> list[StepOutput]:
+    def _add_output(self, request: Request, output: StepOutput) -> None:
+        self._undelivered.append(output)
+        if output.finish_reason is not None:
+            self._retire(request)
+
+    def _take_in_drafts(self, step: StartedStep, tokens: list[int], proposer: NgramProposer) -> None:
         """As `_take_in`, of requests that have a row of logits for each draft as well."""
-        outputs = []
         for request, start, stop in step.rows_of_requests():
             accepted = proposer.count_accepted(request, tokens[start:stop]) if request.drafts else 0
             request.num_pending = 0
             request.num_computed -= len(request.drafts) - accepted
             output = self._progress[request.request_id].accept_all(tokens[start : start + accepted + 1])
-            if output.finished:
-                self._retire(request)
-            outputs.append(output)
-        return outputs
+            self._add_output(request, output)
 
     def _retire(self, request: Request) -> None:
         self.scheduler.finish(request)
@@ -416,82 +462,22 @@ class EngineCore:
     def _run_to_end(self, own: set[str]) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         while len(finished) < len(own):
-            for output in self._compute_step():
-                if output.request_id not in own:
-                    self._undelivered.append(output)
-                elif output.output is not None:
-                    finished[output.request_id] = output.output
+            first = len(self._undelivered)
+            self._compute_step()
+            new = self._undelivered[first:]
+            self._undelivered[first:] = [o for o in new if o.request_id not in own]
+            finished.update((o.request_id, o.output) for o in new if o.output and o.request_id in own)
         return finished
 
-    def _abort_all(self, request_ids: Iterable[str]) -> None:
+    def _abort_all(self, request_ids: Sequence[str]) -> None:
+        self._mend()
         for request_id in request_ids:
             if request_id in self._progress:
                 self.abort(request_id)
-
-
-def _check_decodes(num_drafts: int, max_num_batched_tokens: int, async_scheduling: bool | None) -> None:
-    if num_drafts and async_scheduling:
-        raise ValueError(
-            "async_scheduling=True with speculation is not possible: drafts follow from tokens that must be "
-            "known to the host; leave one of the two out"
-        )
-    if max_num_batched_tokens < 1 + num_drafts:
-        raise ValueError(
-            f"max_num_batched_tokens={max_num_batched_tokens} is less than one decode of 1 + "
-            f"{num_drafts} speculative tokens; raise it, or lower num_speculative_tokens"
-        )
-
-
-def _check_runner(runner: ModelRunner, num_drafts: int) -> None:
-    built_for = getattr(runner, "num_drafts", num_drafts)
-    if built_for != num_drafts:
-        raise ValueError(
-            f"the engine speculates with {num_drafts} tokens and its runner was built for {built_for}; give "
-            "build_runner the same num_drafts"
-        )
+        self._undelivered = [o for o in self._undelivered if o.request_id not in request_ids]
 
 
 def _propose(proposer: NgramProposer, scheduled: Sequence[ScheduledRequest]) -> None:
     """Give decodes their drafts."""
     for request, num_tokens in scheduled:
         request.drafts = proposer.propose(request) if num_tokens > request.num_uncomputed else []
-
-
-def _require_positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"Engine: {name}={value!r} must be a whole number")
-    if value < 1:
-        raise ValueError(f"Engine: {name}={value} is not allowed; it must be at least 1")
-
-
-def _eos_ids(given: Iterable[int] | None, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
-    if given is None:
-        found = getattr(tokenizer, "eos_token_id", None)
-        given = () if found is None else (found,) if isinstance(found, int) else found
-    if not isinstance(given, Iterable):
-        raise TypeError(f"Engine: eos_token_ids={given!r} must be a list of token ids; leave it out for none")
-    eos_ids = frozenset(given)
-    for token_id in eos_ids:
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(
-                f"Engine: end-of-sequence id {token_id} is outside the vocabulary; allowed are 0 "
-                f"to {vocab_size - 1}. Does the tokenizer belong to this model?"
-            )
-    return eos_ids
-
-
-def _params_for(prompts: Sequence[Prompt], sampling_params: ParamsForPrompts) -> list[SamplingParams]:
-    if sampling_params is None:
-        sampling_params = SamplingParams()
-    if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * len(prompts)
-    if isinstance(sampling_params, (Mapping, str)) or not isinstance(sampling_params, Sequence):
-        raise TypeError(
-            f"sampling_params={sampling_params!r} must be SamplingParams(...), or a list, one a prompt"
-        )
-    if len(sampling_params) != len(prompts):
-        raise ValueError(
-            f"generate: {len(prompts)} prompts and {len(sampling_params)} sampling_params; give "
-            f"one for each prompt, or a single one for all"
-        )
-    return list(sampling_params)

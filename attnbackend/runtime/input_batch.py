@@ -106,6 +106,14 @@ class InputBatch:
         self._table.remove(request_id)
         self._steady = None
 
+    def clear(self) -> None:
+        """Forget all requests and steps, whatever state a call that broke off left them in."""
+        if self._uploaded is not None:
+            self._uploaded.record()  # A copy may have been started after which it was not.
+        self._table.clear()
+        self._is_started = False
+        self.invalidate()
+
     def invalidate(self) -> None:
         """Rewrite the whole block table at the next step, whatever the buffers hold."""
         self.block_table.invalidate()

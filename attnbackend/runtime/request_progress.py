@@ -62,6 +62,14 @@ class RequestProgress:
         added = [token_id for output in outputs for token_id in output.token_ids]
         return outputs[-1]._replace(token_ids=added, text="".join(output.text for output in outputs))
 
+    def accept_again(self) -> StepOutput | None:
+        """Add the tokens that the request has generated anew; the last output if they end it."""
+        request = self.request
+        generated = request.token_ids[request.prompt_len :]
+        del request.token_ids[request.prompt_len :]
+        outputs = map(self.accept, generated)
+        return next((output for output in outputs if output.finished), None)
+
     def fail(self, message: str, token_ids: list[int] | None = None) -> StepOutput:
         """End the request with an error."""
         return self._step_output(token_ids or [], "", "error", message)

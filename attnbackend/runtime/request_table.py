@@ -53,6 +53,14 @@ class RequestTable:
         self._num_tokens_H[home] = self._num_blocks_H[home] = 0
         self._free.append(home)
 
+    def clear(self) -> None:
+        """Give all home rows up."""
+        self.blocks_HW.fill(0)
+        self._num_tokens_H.fill(0)
+        self._num_blocks_H.fill(0)
+        self._free = list(range(len(self.blocks_HW) - 1, -1, -1))
+        self._homes = {}
+
     def sync_tokens(self, homes_R: IntArray, scheduled: Sequence[ScheduledRequest]) -> IntArray:
         """Bring the rows' tokens up to date; how many each has [R]."""
         total_R = int_array([len(request.token_ids) for request, _ in scheduled])

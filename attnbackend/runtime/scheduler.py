@@ -142,6 +142,17 @@ class Scheduler:
             self.waiting.remove(request)
         self._release(request, RequestStatus.FINISHED)
 
+    def restart(self, requests: Sequence[Request]) -> None:
+        """Let these requests, and no others, wait as if they had just come, but for their tokens."""
+        self.settle()
+        self._steady = self.lockstep = None
+        self.allocator = BlockAllocator(self.allocator.num_blocks)
+        for request in requests:
+            request.arrival, request.status = next(self._arrivals), RequestStatus.WAITING
+            request.num_computed = request.num_pending = 0
+            request.block_ids, request.drafts = [], []
+        self.running, self.waiting = [], deque(requests)
+
     def _repeat(self, step: Schedule) -> bool:
         """Take the last step again, if nothing has changed but the lengths."""
         if self._steady is None:
