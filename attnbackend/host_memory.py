@@ -69,7 +69,7 @@ def _copy(parameters: list[Tensor], max_bytes: int) -> int:
     sizes = [-(-p.nbytes // _ALIGNMENT) * _ALIGNMENT for p in parameters]
     if not 0 < sum(sizes) <= max_bytes:
         return 0
-    memory = torch.empty(sum(sizes) + _PAGE, dtype=torch.uint8)
+    memory = torch.empty(sum(sizes) + _PAGE, dtype=torch.uint8, device="cpu")
     _advise(memory, _MADV_HUGEPAGE)  # before it is touched
     at = -memory.data_ptr() % _PAGE
     for parameter, size in zip(parameters, sizes, strict=True):

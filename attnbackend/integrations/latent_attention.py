@@ -227,5 +227,5 @@ class LatentCalls:
         """Raises ValueError where a module computes something that `layers.MLAAttention` does not."""
         for module, (hidden_states, kwargs) in self.noted.items():
             generator = torch.Generator().manual_seed(0)
-            noise = torch.randn(hidden_states.shape, generator=generator).to(hidden_states)
+            noise = torch.randn(hidden_states.shape, generator=generator, device="cpu").to(hidden_states)
             _check_same_attention(module, kwargs, noise, last_position)

@@ -21,7 +21,7 @@ _ALIGNMENT = 64
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros on the host, pinned when they are copied to a CUDA device."""
-    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def device_twin(host: Tensor, device: torch.device) -> Tensor:

@@ -295,7 +295,7 @@ class InputBatch:
     ) -> PreparedBatch:
         buffers, num_reqs = self.buffers, len(rows.counts_R)
         num_tokens = int(buffers.query_start_loc_R[num_reqs])
-        is_prefilling = torch.zeros(len(buffers.seq_lens_R), dtype=torch.bool)
+        is_prefilling = torch.zeros(len(buffers.seq_lens_R), dtype=torch.bool, device="cpu")
         num_decodes = int(rows.is_decoding_R.sum())
         if num_decodes < num_reqs:
             is_prefilling[:num_reqs] = torch.from_numpy(~rows.is_decoding_R)

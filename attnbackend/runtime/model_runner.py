@@ -187,10 +187,10 @@ class ModelRunner:
     def _padding_batch(self, tokens: int, num_reqs: int = 1) -> PreparedBatch:
         """Requests of ``tokens`` tokens together that have no place in the cache: nothing is written."""
         reqs, width = self.options.max_num_seqs, -(-self.max_seq_len // self.block_size)
-        ints = partial(torch.zeros, dtype=torch.int32)
+        ints = partial(torch.zeros, dtype=torch.int32, device="cpu")
         starts_cpu, lens_cpu = ints(reqs + 1), ints(reqs)
         starts_cpu[1:] = tokens
-        starts_cpu[:num_reqs] = torch.arange(num_reqs)
+        starts_cpu[:num_reqs] = torch.arange(num_reqs, device="cpu")
         on_device = partial(torch.zeros, dtype=torch.int64, device=self.device)
         return PreparedBatch(
             input_ids=on_device(tokens),
@@ -202,7 +202,7 @@ class ModelRunner:
             block_table=ints(reqs, width, device=self.device),
             query_start_loc_cpu=starts_cpu,
             seq_lens_cpu=lens_cpu,
-            is_prefilling_cpu=torch.zeros(reqs, dtype=torch.bool),
+            is_prefilling_cpu=torch.zeros(reqs, dtype=torch.bool, device="cpu"),
             num_reqs=num_reqs,
             num_decodes=0,
             num_tokens=tokens,
@@ -252,8 +252,17 @@ class ModelRunner:
 
     @contextmanager
     def _running(self, context: ForwardContext) -> Iterator[None]:
-        with torch.inference_mode(), self._named_backend(), set_forward_context(context):
+        with (
+            torch.inference_mode(), self._without_autocast(), self._named_backend(),
+            set_forward_context(context),
+        ):  # fmt: skip
             yield
+
+    def _without_autocast(self) -> AbstractContextManager[object]:
+        """The caller's autocast would give keys another type than their cache."""
+        device_type = self.device.type
+        on = torch.is_autocast_enabled(device_type)
+        return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
     def _graphed_step(
         self, batch: PreparedBatch, inputs: StepInputs, key: Dispatch, capturing: bool

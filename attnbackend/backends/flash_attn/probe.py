@@ -65,7 +65,8 @@ def _remembered(provider: Provider, layer: Layer, what: str, find):  # type: ign
                 f"{provider} has not served a layer of this kind in this process, and cannot be tried inside "
                 "a CUDA graph capture; run the op once before the capture"
             )
-        _FOUND[key] = find(provider, layer)
+        with torch.device("cpu"):  # whatever the default device is
+            _FOUND[key] = find(provider, layer)
     return _FOUND[key]
 
 

@@ -38,7 +38,7 @@ class PageLists:
                 f"seq_lens[{row}] is {int(seq_lens[row])}; expected at most {table_width * block_size}, what "
                 f"block_table holds ({table_width} blocks of {block_size})"
             )
-        starts = torch.zeros(len(pages) + 1, dtype=torch.int32)
+        starts = torch.zeros(len(pages) + 1, dtype=torch.int32, device=pages.device)
         torch.cumsum(pages, 0, dtype=torch.int32, out=starts[1:])
         last_lens = torch.where(pages > 0, lens - (pages - 1) * block_size, 0)
         return cls(starts, last_lens.to(torch.int32))

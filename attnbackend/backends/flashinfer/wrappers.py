@@ -118,7 +118,9 @@ class DecodeGraph(Planner):
         import flashinfer
 
         device = workspace.device
-        self._host = torch.zeros(2 * rows + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(
+            2 * rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        )
         self._lists = torch.zeros(2 * rows + 1, dtype=torch.int32, device=device)
         self._indices = indices
         self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(

@@ -175,7 +175,8 @@ def problem_of(
                 f"{backend.get_name()} has not served a layer of this kind in this process, and cannot be "
                 "tried inside a CUDA graph capture; run the op once before the capture"
             )
-        _FOUND[key] = _tried(backend, dtype, block_size, num_heads, device)
+        with torch.device("cpu"):  # whatever the default device is
+            _FOUND[key] = _tried(backend, dtype, block_size, num_heads, device)
     return _FOUND[key]
 
 

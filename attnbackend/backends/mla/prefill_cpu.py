@@ -42,7 +42,7 @@ class CPUPrefill(MLAPrefill):
         starts = metadata.cu_seqlens_k
         lens_N = starts.diff()
         longest = int(lens_N.max()) if len(lens_N) else 0
-        return lens_N, starts[:-1, None] + torch.arange(longest, dtype=torch.int32)
+        return lens_N, starts[:-1, None] + torch.arange(longest, dtype=torch.int32, device=starts.device)
 
     def run(
         self, query: Tensor, key: Tensor, value: Tensor, metadata: MLAPrefillMetadata, output: Tensor,

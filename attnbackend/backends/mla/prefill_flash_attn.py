@@ -114,7 +114,8 @@ def _installed(major: int) -> tuple[PrefillProvider, ...]:
 def provider_for(config: MLAPrefillConfig) -> PrefillProvider | None:
     """The first that gives right results for such sequences when it is tried."""
     major = 0 if config.compute_capability is None else config.compute_capability[0]
-    return next((p for p in _installed(major) if _problem(p, config) is None), None)
+    with torch.device("cpu"):  # whatever the default device is
+        return next((p for p in _installed(major) if _problem(p, config) is None), None)
 
 
 @cache

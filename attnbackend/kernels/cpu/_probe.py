@@ -33,4 +33,5 @@ def unavailable_reason() -> str | None:
     message), a library that does not load, a wrong result. Found out once a process.
     """
     library = cached_library()
-    return library if isinstance(library, str) else _wrong_result()
+    with torch.device("cpu"):  # whatever the default device is
+        return library if isinstance(library, str) else _wrong_result()
