@@ -50,3 +50,23 @@ def greedy_reference(prompt: str, max_tokens: int) -> list[int]:
     generated: list[int] = tokens[0, len(prompt_ids) :].tolist()
     assert len(generated) == max_tokens
     return generated
+
+
+def is_greedy(prompt: str, tokens: list[int], max_tokens: int) -> bool:
+    """Whether these are transformers' own greedy tokens, going on after end-of-sequence tokens.
+
+    One pass over all of them says so: each is what follows those before it, if those were right. Takes the
+    model from the engine that served it last.
+    """
+    return len(tokens) == max_tokens and _followers(prompt, tuple(tokens)) == tokens
+
+
+@cache
+def _followers(prompt: str, tokens: tuple[int, ...]) -> list[int]:
+    model, tokenizer = smollm()
+    prompt_ids = tokenizer.encode(prompt)
+    model.set_attn_implementation(REFERENCE_ATTENTION)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt_ids + list(tokens)]), use_cache=False).logits[0]
+    followers: list[int] = logits.argmax(-1)[len(prompt_ids) - 1 : -1].tolist()
+    return followers

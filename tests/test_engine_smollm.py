@@ -1,6 +1,6 @@
 """A real language model, SmolLM2-135M in float32, served in one continuous batch.
 
-The reference is transformers' own greedy generate with its own attention, one prompt at a time. The engine
+The reference is what transformers, with its own attention, takes for the likeliest next token. The engine
 gets the prompts while others are being served, in a cache too small for all of them, so that requests lose
 their blocks and are computed anew.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from op_cases import require
-from smollm import greedy_reference, smollm
+from smollm import is_greedy, smollm
 
 from attnbackend import Engine, SamplingParams
 
@@ -44,11 +44,6 @@ MAX_TOKENS = 48
 ARRIVALS_A_STEP = 2
 NUM_BLOCKS = 41
 """Blocks of 16 tokens for 20 requests that need 4 to 8 each."""
-
-
-@pytest.fixture(scope="session")
-def expected() -> list[list[int]]:
-    return [greedy_reference(prompt, MAX_TOKENS) for prompt in PROMPTS]
 
 
 class Batch:
@@ -91,23 +86,25 @@ def make_engine(**options: Any) -> Engine:
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("backend", ["CPU_ATTN", "TORCH_SDPA"])
 def test_twenty_prompts_in_one_batch_give_the_tokens_of_transformers_generate(
-    expected: list[list[int]], backend: str, compile: bool, fresh_compiler: None
+    backend: str, compile: bool, fresh_compiler: None
 ) -> None:  # fmt: skip
     require(backend, device_type="cpu")
     engine = make_engine(backend=backend, compile=compile)
     batch = Batch(engine, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
     actual = batch.run(PROMPTS)
     print(f"{batch.steps} steps of up to {batch.largest} requests, {batch.preemptions} preemptions")
-    different = [prompt for prompt, a, b in zip(PROMPTS, actual, expected, strict=True) if a != b]
+    served = zip(PROMPTS, actual, strict=True)
+    different = [prompt for prompt, tokens in served if not is_greedy(prompt, tokens, MAX_TOKENS)]
     assert not different
     assert batch.preemptions > 0
     assert batch.largest >= 6
 
 
-def test_speculation_gives_the_tokens_of_transformers_generate(expected: list[list[int]]) -> None:
+def test_speculation_gives_the_tokens_of_transformers_generate() -> None:
     engine = make_engine(compile=False, num_blocks=20, speculative="ngram", num_speculative_tokens=3)
     batch = Batch(engine, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
-    assert batch.run(PROMPTS[:10]) == expected[:10]
+    served = zip(PROMPTS[:10], batch.run(PROMPTS[:10]), strict=True)
+    assert all(is_greedy(prompt, tokens, MAX_TOKENS) for prompt, tokens in served)
     assert batch.preemptions > 0
     assert engine.proposer is not None
     print(engine.proposer.stats)
@@ -121,12 +118,12 @@ def test_interpreted_triton_gives_the_tokens_of_transformers_generate(
     """Two prompts of 14 and 15 tokens in three blocks of 16: the second one loses its blocks to the first."""
     require("TRITON_ATTN", device_type="cpu")
     prompts, max_tokens = (PROMPTS[12], PROMPTS[3]), 6
-    expected = [greedy_reference(prompt, max_tokens) for prompt in prompts]
     engine = make_engine(
         backend="TRITON_ATTN", compile=compile, max_num_seqs=2, num_blocks=4, max_model_len=48
     )  # fmt: skip
     batch = Batch(engine, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-    assert batch.run(prompts) == expected
+    served = zip(prompts, batch.run(prompts), strict=True)
+    assert all(is_greedy(prompt, tokens, max_tokens) for prompt, tokens in served)
     assert batch.preemptions > 0
 
 
