@@ -27,8 +27,8 @@ _MOST_KEPT = 1 << 30
 def keep_freed_memory(max_bytes: int) -> None:
     """Lets the C library keep what activations free for the next step, in this process as a whole.
 
-    The GNU library gives large allocations back, and each page of them costs a fault the next time: a sixth
-    of the time of a step of 16384 tokens. From here on it keeps up to ``max_bytes``, and 1 GiB at most.
+    The GNU library gives large allocations back, and each page of them costs a fault the next time. From here
+    on it keeps up to ``max_bytes``, and 1 GiB at most.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:

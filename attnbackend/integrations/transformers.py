@@ -217,7 +217,7 @@ class TransformersModel:
     def compile(self, backend: str | None, *, in_pieces: bool = False) -> None:
         """Compiles each decoder layer for serving; equal layers share one compilation.
 
-        Globals of modules are taken to stay what they were: looking at them is a third of a call's guards.
+        Globals of modules are taken to stay what they were: looking at them takes much of a call's guards.
         """
         passes: list[GraphPass] = [SelectBackend(backend), *self._passes]
         if self.num_merged:
