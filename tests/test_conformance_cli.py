@@ -30,6 +30,16 @@ class Liar(HonestBackend):
     get_impl_cls = staticmethod(lambda: LSEInBaseTwo)
 """
 
+INNER_CLASSES = """
+class Outer:
+    class Inner(Liar):
+        get_name = staticmethod(lambda: "INNER")
+
+    class Wrong(Liar):
+        get_name = staticmethod(lambda: "WRONG")
+        get_impl_cls = staticmethod(lambda: int)
+"""
+
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["check", *map(str, arguments)])
@@ -113,12 +123,51 @@ def test_a_terminal_gets_a_bar_on_stderr_alone() -> None:
         (["cpu_attn", "--only", "numerix"], "did you mean numerics"),
         (["cpu_attn", "--device", "tpu"], "--device 'tpu' is unknown"),
         (["no_such_module.Backend"], "No module named"),
+        ([".."], "'..' is no path of a backend class"),
+        ([".Backend"], "'.Backend' is no path of a backend class"),
+        (["cpu_attn", "--seed", "4294967296"], "seed is 4294967296; expected 0 <= seed < 4294967296"),
+        (["cpu_attn", "--seed", "-1"], "seed is -1"),
     ],
 )
 def test_wrong_requests_exit_with_2(arguments: list[str], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == cli.EXIT_USER_ERROR
     assert message in result.stderr
+
+
+def test_a_class_within_another_has_a_path_and_its_wrong_parts_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_classes.py").write_text(BACKEND_FILE + INNER_CLASSES)
+    monkeypatch.chdir(tmp_path)
+    options = ("--only", "lse", "--case", "plain-halves")
+    found = run("my_classes:Outer.Inner", *options)
+    assert found.exit_code == cli.EXIT_NOT_POSSIBLE
+    assert "attnbackend check my_classes:Outer.Inner --only lse" in found.stdout
+    wrong = run("my_classes:Outer.Wrong", *options)
+    assert wrong.exit_code == cli.EXIT_USER_ERROR
+    assert "error: WRONG: int is not a subclass of AttentionImpl" in wrong.stderr
+
+
+@pytest.mark.parametrize("option", ["--html", "--page"])
+def test_files_that_cannot_be_written_are_found_before_anything_runs(option: str, tmp_path: Path) -> None:
+    def refused(path: Path) -> str:
+        result = run("cpu_attn", "--only", "determinism", option, path)
+        assert result.exit_code == cli.EXIT_USER_ERROR
+        assert not result.stdout
+        return result.stderr
+
+    assert f"{option} {tmp_path} is a folder" in refused(tmp_path)
+    assert f"there is no folder {tmp_path / 'none'}" in refused(tmp_path / "none" / "report")
+
+
+def test_a_page_of_other_text_is_not_overwritten(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_text("# Mine\n")
+    result = run("cpu_attn", "--only", "determinism", "--page", notes)
+    assert result.exit_code == cli.EXIT_USER_ERROR
+    assert "is no page of conformance sections" in result.stderr
+    assert notes.read_text() == "# Mine\n"
 
 
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

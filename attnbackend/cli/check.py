@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnbackend.cli import EXIT_NOT_POSSIBLE
-from attnbackend.cli.errors import check_choice, user_errors
+from attnbackend.cli.errors import UserError, check_choice, user_errors
 
 if TYPE_CHECKING:
     from attnbackend.testing.conformance import Outcome
@@ -48,9 +48,13 @@ def check(
     """
     with user_errors(), _importable_from_here(backend):
         from attnbackend.testing.conformance import check_backend, report_html
-        from attnbackend.testing.conformance.page import write_section
+        from attnbackend.testing.conformance.page import check_page, write_section
 
         device = check_choice("--device", device, ("cpu", "cuda"))
+        _check_file("--html", html)
+        _check_file("--page", page)
+        if page is not None:
+            check_page(page)
         with _progress(backend) as on_progress:
             report = check_backend(
                 backend, device=device, seed=seed, only=only or None, case=case, quick=quick, slow=slow,
@@ -65,6 +69,18 @@ def check(
         raise typer.Exit(EXIT_NOT_POSSIBLE)
 
 
+def _check_file(option: str, path: Path | None) -> None:
+    """Before the checks run: what they found would be lost."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {path} cannot be written: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{option} {path} cannot be written: permission denied")
+
+
 def _command(backend: str, device: str, quick: bool, page: Path) -> str:
     interpreted = ["TRITON_INTERPRET=1"] * (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
     options = ["--quick"] * quick + ["--device cuda"] * (device == "cuda")
@@ -75,7 +91,7 @@ def _command(backend: str, device: str, quick: bool, page: Path) -> str:
 def _importable_from_here(backend: str) -> Iterator[None]:
     """A path may lead to a module in the current folder, as with ``python -m``."""
     here = str(Path.cwd())
-    added = "." in backend and here not in sys.path
+    added = not {".", ":"}.isdisjoint(backend) and here not in sys.path
     if added:
         sys.path.insert(0, here)
     try:

@@ -56,7 +56,8 @@ class ConformancePlugin:
         config.addinivalue_line("markers", "attn_backend: a case of an attention backend's conformance")
         self._config = config
         here = str(config.invocation_params.dir)
-        if here not in sys.path and any("." in named for named in config.getoption("attn_backend")):
+        is_path = any(not {".", ":"}.isdisjoint(named) for named in config.getoption("attn_backend"))
+        if is_path and here not in sys.path:
             sys.path.insert(0, here)  # a path may lead to a module there, as for `attnbackend check`
 
     @pytest.hookimpl(tryfirst=True)

@@ -10,9 +10,10 @@ import torch
 from attnbackend.testing.conformance.outcome import Status
 from attnbackend.testing.conformance.report import ConformanceReport
 
-__all__ = ["report_section", "write_section"]
+__all__ = ["check_page", "report_section", "write_section"]
 
-_HEAD = """# What each backend does
+_TITLE = "# What each backend does"
+_HEAD = f"""{_TITLE}
 
 Rows are what a backend claims, columns what was checked (see [conformance.md](conformance.md)); a cell counts
 cases. Each section is written by the command that it shows.
@@ -38,8 +39,22 @@ def report_section(report: ConformanceReport, command: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def check_page(page: Path) -> None:
+    """Raises ValueError where ``page`` holds another text than such sections, which writing would drop."""
+    if page.exists() and page.read_text().strip() and not page.read_text().startswith(_TITLE):
+        raise ValueError(
+            f"{page} is no page of conformance sections and would be overwritten: its first line is not "
+            f"{_TITLE!r}; name another file, or one that does not exist yet"
+        )
+
+
 def write_section(page: Path, report: ConformanceReport, command: str) -> None:
-    """Puts the section in its place by the alphabet, in place of an older one; creates the page."""
+    """Puts the section in its place by the alphabet, in place of an older one; creates the page.
+
+    Raises:
+        ValueError: see `check_page`.
+    """
+    check_page(page)
     text = page.read_text() if page.exists() else ""
     mark = f"{report.backend} {report.device}"
     sections = dict(re.findall(r"<!-- (\S+ \S+) -->\n(.*?)\n(?=<!-- |\Z)", text, re.DOTALL))

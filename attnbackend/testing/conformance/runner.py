@@ -23,6 +23,8 @@ from attnbackend.testing.conformance.subject import BackendLike, Subject, open_s
 
 __all__ = ["Job", "OnProgress", "check_backend", "plan_jobs", "run_job"]
 
+_SEEDS = 2**32
+
 OnProgress = Callable[[int, int, Outcome], None]
 """Called after each case with the number of cases done, the number of all, and the outcome."""
 
@@ -64,7 +66,7 @@ def check_backend(
     Args:
         name_or_class_or_path: a registered name in any case, a class, or ``package.module.Class``.
         device: "cpu" or "cuda".
-        seed: of all data; the list of cases does not depend on it.
+        seed: of all data, below 2**32; the list of cases does not depend on it.
         only: names of checks; None: all.
         case: pattern of case ids, as in a shell.
         quick: every claim and every batch, but not every pair of them.
@@ -77,8 +79,8 @@ def check_backend(
         An outcome for each case; ``report.ok`` is the verdict.
 
     Raises:
-        ValueError: an unknown backend, check or device, no case that matches, or a kind of backend
-            that these checks do not know.
+        ValueError: an unknown backend, check or device, a seed out of range, no case that matches, or a
+            kind of backend that these checks do not know.
     """
     outcomes: list[Outcome] = []
     with open_subject(name_or_class_or_path, device, slow=slow) as subject:
@@ -100,6 +102,8 @@ def plan_jobs(
     case: str = "*", quick: bool = False,
 ) -> list[Job]:  # fmt: skip
     """All cases of the chosen checks, in order; see `check_backend`."""
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed is {seed}; expected 0 <= seed < {_SEEDS}")
     latent = isinstance(subject, LatentSubject)
     suite: Mapping[str, Any] = LATENT_CHECKS if latent else CHECKS
     cases = LatentCases if latent else CaseGenerator
@@ -161,7 +165,10 @@ def _chosen(only: Iterable[str] | None, suite: Mapping[str, Any]) -> Iterator[An
 
 
 def _named(backend: BackendLike) -> str:
-    return backend if isinstance(backend, str) else f"{backend.__module__}.{backend.__qualname__}"
+    if isinstance(backend, str):
+        return backend
+    is_inner = "." in backend.__qualname__
+    return f"{backend.__module__}{':' if is_inner else '.'}{backend.__qualname__}"
 
 
 def _version() -> str:

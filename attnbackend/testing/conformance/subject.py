@@ -100,7 +100,8 @@ def open_subject(
     """The subject of a name, class or path; registrations made for it end with the ``with`` block.
 
     Args:
-        backend: a registered name in any case, a class, or ``package.module.Class``.
+        backend: a registered name in any case, a class, or ``package.module.Class``
+            (``package.module:Outer.Class`` where it lies in another).
         device: "cpu" or "cuda".
 
     Raises:
@@ -110,8 +111,11 @@ def open_subject(
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch finds no CUDA device here; use device='cpu'")
     with registry_scope():
-        name = _registered(backend)
-        cls = resolve_backend(name)
+        try:
+            name = _registered(backend)
+            cls = resolve_backend(name)
+        except TypeError as error:  # of a class whose parts are not what a backend's are
+            raise ValueError(str(error)) from error
         _require_checkable(cls, device)
         where = torch.device(device)
         subject = LatentSubject.of(cls, where, slow) if cls.is_mla else _dense_subject(cls, where, slow)
@@ -148,11 +152,15 @@ def _registered(backend: BackendLike) -> str:
 def _import_backend(path: str) -> Any:
     import importlib
 
-    module, _, attribute = path.replace(":", ".").rpartition(".")
-    found = importlib.import_module(module)
-    if not hasattr(found, attribute):
-        raise ValueError(f"module {module!r} has no {attribute!r}; give the path of a backend class")
-    return getattr(found, attribute)
+    module, _, attributes = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module or module.startswith("."):
+        raise ValueError(f"{path!r} is no path of a backend class; expected package.module.Class")
+    found: Any = importlib.import_module(module)
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise ValueError(f"module {module!r} has no {attributes!r}; give the path of a backend class")
+        found = getattr(found, attribute)
+    return found
 
 
 def _require_checkable(cls: type[AttentionBackend], device: str) -> None:
