@@ -258,7 +258,18 @@ def check_parts(cls: type[AttentionBackend]) -> None:
         if inspect.isabstract(part):
             missing = ", ".join(sorted(part.__abstractmethods__))
             raise TypeError(f"{where} lacks {missing}(); define it in the class")
+    _check_collections(cls)
     _check_lse_base(cls, impl)
+
+
+def _check_collections(cls: type[AttentionBackend]) -> None:
+    """``("cuda")`` is a string, in which "cud" is found too."""
+    for name in (claim for claim in vars(AttentionBackend) if claim.startswith("supported_")):
+        value = getattr(cls, name)
+        if not isinstance(value, tuple | list | set | frozenset):
+            raise TypeError(
+                f"{cls.get_name()}: {name}={value!r} is no tuple; write ({value!r},) for one item"
+            )
 
 
 def _check_lse_base(cls: type[AttentionBackend], impl: type[AttentionImplBase]) -> None:

@@ -125,6 +125,17 @@ def test_parts_of_the_wrong_kind_fail_at_registration(parts, match):
     refused_at_registration(make_backend(**parts), match)
 
 
+@pytest.mark.parametrize(
+    ("claims", "match"),
+    [
+        ({"supported_device_types": "cpu"}, r"supported_device_types='cpu' is no tuple; write \('cpu',\)"),
+        ({"supported_head_sizes": 64}, r"supported_head_sizes=64 is no tuple; write \(64,\)"),
+    ],
+)
+def test_claims_that_are_no_tuples_fail_at_registration(claims, match):
+    refused_at_registration(make_backend(**claims), match)
+
+
 class ImplThatGivesLSE(ToyImpl):
     can_return_lse_for_decode = True
 

@@ -274,6 +274,16 @@ FAULTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an odd number of rotated elements": (
         lambda: _of_sizes(qk_rope_head_dim=15), ValueError, "qk_rope_head_dim is 15; expected an even",
     ),
+    "no heads": (
+        lambda: MLAAttention(HIDDEN, 0, DIMS), ValueError, "num_heads is 0; expected a whole number above 0",
+    ),
+    "no latent": (
+        lambda: MLAAttention(HIDDEN, HEADS, replace(DIMS, kv_lora_rank=0)), ValueError, "kv_lora_rank is 0",
+    ),
+    "a batch of sequences": (
+        lambda: make_layer()(torch.zeros(1, 3, HIDDEN), *Batch("decode").new[1:]), ValueError,
+        r"shape of hidden_states is \(1, 3, 48\); expected \(tokens, hidden_size\)",
+    ),
     "angles of one token": (
         lambda: _turned_by(1, 8), ValueError, r"shape of cos is \(1, 8\); expected \(3, 8\)",
     ),

@@ -115,6 +115,9 @@ class MLAAttention(nn.Module):
     def _set_up(self, num_heads: int, dims: MLADims, scale: float | None, interleaved: bool) -> None:
         if dims.qk_nope_head_dim is None or dims.v_head_dim is None:
             raise ValueError(f"{dims} lacks qk_nope_head_dim or v_head_dim, which a layer must know")
+        for name, size in {"num_heads": num_heads, **vars(dims)}.items():
+            if size != int(size) or size < 1:
+                raise ValueError(f"{name} is {size}; expected a whole number above 0")
         if dims.qk_rope_head_dim % 2:
             raise ValueError(
                 f"qk_rope_head_dim is {dims.qk_rope_head_dim}; expected an even number: pairs turn"
@@ -212,6 +215,10 @@ class MLAAttention(nn.Module):
         topk_indices: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As `forward`, over a cache that is given and not bound."""
+        if hidden_states.ndim != 2:
+            raise ValueError(
+                f"shape of hidden_states is {tuple(hidden_states.shape)}; expected (tokens, hidden_size)"
+            )
         self._check_angles(cos, sin, hidden_states.shape[0])
         query = self._query(hidden_states).view(-1, self.num_heads, self.qk_head_dim)
         q_nope, q_pe = query.split((self.qk_nope_head_dim, self.dims.qk_rope_head_dim), dim=-1)
