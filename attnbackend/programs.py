@@ -40,7 +40,10 @@ def define_all_ops() -> list[str]:
 def load_program(path: str | Path) -> torch.export.ExportedProgram:
     """``torch.export.load`` in a process that may not have met the program's backends yet."""
     define_all_ops()
-    return torch.export.load(str(path))
+    from attnbackend.layers import BatchTensors, DecodeTensors
+
+    with torch.serialization.safe_globals([BatchTensors, DecodeTensors]):  # the example inputs hold them
+        return torch.export.load(str(path))
 
 
 def load_package(path: str | Path) -> Callable[..., Any]:
