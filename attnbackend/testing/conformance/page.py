@@ -51,6 +51,8 @@ def check_page(page: Path) -> None:
 def write_section(page: Path, report: ConformanceReport, command: str) -> None:
     """Puts the section in its place by the alphabet, in place of an older one; creates the page.
 
+    What stands above the first section stays.
+
     Raises:
         ValueError: see `check_page`.
     """
@@ -60,7 +62,8 @@ def write_section(page: Path, report: ConformanceReport, command: str) -> None:
     sections = dict(re.findall(r"<!-- (\S+ \S+) -->\n(.*?)\n(?=<!-- |\Z)", text, re.DOTALL))
     sections[mark] = report_section(report, command).rstrip() + "\n"
     body = "\n".join(f"<!-- {name} -->\n{sections[name].rstrip()}\n" for name in sorted(sections))
-    page.write_text(f"{_HEAD}\n{body}")
+    head = text.partition("<!-- ")[0].rstrip() + "\n" if text.strip() else _HEAD
+    page.write_text(f"{head}\n{body}")
 
 
 def _hardware(device: str) -> str:
