@@ -5,6 +5,7 @@ The library is a stand-in with the schema of FlashAttention 3, on the CPU.
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -358,10 +359,18 @@ def test_another_class_under_the_name_is_called() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("the device is on fire"), torch.OutOfMemoryError("10 GiB"), KeyboardInterrupt()],
-    ids=lambda error: type(error).__name__,
+    ("error", "handler", "raised", "message"),
+    [
+        (RuntimeError("on fire"), signal.default_int_handler, RuntimeError, "on fire"),
+        (torch.OutOfMemoryError("10 GiB"), signal.default_int_handler, torch.OutOfMemoryError, "10 GiB"),
+        (KeyboardInterrupt(), signal.default_int_handler, KeyboardInterrupt, ""),
+        (KeyboardInterrupt(), signal.SIG_IGN, RuntimeError, "KeyboardInterrupt"),
+    ],
+    ids=["an error", "out of memory", "an interrupt", "an interrupt where SIGINT is ignored"],
 )  # fmt: skip
-def test_what_the_library_raises_is_raised(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_library_raises_is_raised(
+    error: BaseException, handler: Any, raised: type, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = layer()
     with set_forward_context(planned(batch)):
         attend(batch)
@@ -370,10 +379,14 @@ def test_what_the_library_raises_is_raised(error: BaseException, monkeypatch: py
         def fail(*args: Any) -> None:
             raise error
 
-        with monkeypatch.context() as patch:
-            patch.setattr(FakeProvider, "attend", fail)
-            with pytest.raises(type(error), match=rf"^{error}$"):
-                attend(batch)
+        before = signal.signal(signal.SIGINT, handler)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(FakeProvider, "attend", fail)
+                with pytest.raises(raised, match=rf"^{message}$"):
+                    attend(batch)
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert torch.equal(attend(batch), expected)
 
 

@@ -6,6 +6,7 @@ own: checks, messages and choices stay in one place.
 
 from __future__ import annotations
 
+import signal
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -72,4 +73,5 @@ def telling(ops: CDLL) -> Iterator[None]:
         kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
         ops.attnbackend_ops_verdict(_RUNTIME_ERROR, f"{kind}{error}".encode())
     except KeyboardInterrupt:
-        ops.attnbackend_ops_verdict(_INTERRUPTED, b"")
+        heard = callable(signal.getsignal(signal.SIGINT))  # else nothing comes of C++ raising it once more
+        ops.attnbackend_ops_verdict(_INTERRUPTED if heard else _RUNTIME_ERROR, b"KeyboardInterrupt")
