@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 
 BACKENDS = (
     "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "TORCH_SDPA", "FLEX_ATTENTION", "FLASH_ATTN+FLASHINFER",
+    "FLASH_ATTN+TRITON_ATTN",
 )  # fmt: skip
 MODES = [mode for mode in CUDAGraphMode if mode is not CUDAGraphMode.NONE]
 KINDS = {

@@ -106,7 +106,10 @@ def compiled_form(key: FormKey, compiler: Any) -> Callable[..., Any]:
     tile, options, asked = (key.query_tile, key.key_tile), kernel_options(key), AuxRequest(lse=True)
     has_groups = key.num_heads != key.num_kv_heads
 
-    def attend(q_QMHD, k_JNKD, v_JNKD, lists, first_M, stop_M, self_M, slopes_H):  # type: ignore[no-untyped-def]
+    def attend(
+        q_QMHD: Tensor, k_JNKD: Tensor, v_JNKD: Tensor, lists: tuple[Tensor, ...], first_M: Any, stop_M: Any,
+        self_M: Any, slopes_H: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         mask_mod, score_mod = _mods(first_M, stop_M, self_M, slopes_H, key.soft_cap)
         q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q_QMHD, k_JNKD, v_JNKD))
         partial_count, partial, full_count, full = lists
