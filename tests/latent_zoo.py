@@ -28,6 +28,13 @@ LATENT_ZOO: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> prefix of its classes in transformers, and what differs from the common sizes."""
 
+LIBRARY_SIZES = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "num_attention_heads": 16, "num_key_value_heads": 16,
+    "first_k_dense_replace": 2,  # a rounding that sends a token to another expert says nothing of attention
+}  # fmt: skip
+"""Those that libraries' kernels take."""
+
 
 def make_latent_model(name: str, **changes: Any) -> Any:
     """A float32 model in evaluation mode with eager attention and weights from a fixed seed."""

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from latent_zoo import LIBRARY_SIZES, make_latent_model
+from model_zoo import VOCAB_SIZE
 from random_serving import logits_of_all_steps
 
-from attnbackend import CUDAGraphMode
+from attnbackend import CUDAGraphMode, set_config
 from attnbackend.cudagraph import GraphSupport, resolve_cudagraph_mode
 from attnbackend.runtime.engine_core import EngineCore
 from attnbackend.runtime.model_runner import build_runner
@@ -19,10 +22,30 @@ from attnbackend.runtime.step_graphs import GraphOptions
 
 pytestmark = pytest.mark.gpu
 
-BACKENDS = (
-    "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "TORCH_SDPA", "FLEX_ATTENTION", "FLASH_ATTN+FLASHINFER",
-    "FLASH_ATTN+TRITON_ATTN",
-)  # fmt: skip
+
+class Subject(NamedTuple):
+    backend: str
+    block_size: int = 16
+    latent: bool = False
+
+    def __str__(self) -> str:
+        return self.backend if self.block_size == 16 else f"{self.backend}-{self.block_size}"
+
+
+DENSE = [
+    Subject(name)
+    for name in (
+        "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "TORCH_SDPA", "FLEX_ATTENTION", "FLASH_ATTN+FLASHINFER",
+        "FLASH_ATTN+TRITON_ATTN",
+    )
+]  # fmt: skip
+LATENT = [
+    Subject(name, block_size, latent=True)
+    for name, block_size in (
+        ("TRITON_MLA", 16), ("TRITON_MLA", 64), ("FLASHINFER_MLA", 16), ("FLASH_ATTN_MLA", 16),
+        ("FLASHMLA", 64), ("TORCH_MLA", 16),
+    )
+]  # fmt: skip
 MODES = [mode for mode in CUDAGraphMode if mode is not CUDAGraphMode.NONE]
 KINDS = {
     CUDAGraphMode.PIECEWISE: {"pieces"},
@@ -32,13 +55,16 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
+@cache
+def model_of(latent: bool) -> Any:
+    if latent:
+        return make_latent_model("deepseek_v2_lite", **LIBRARY_SIZES).to("cuda", torch.bfloat16)
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=128, max_position_embeddings=256, tie_word_embeddings=False,
+        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=128, max_position_embeddings=256,
+        tie_word_embeddings=False,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -49,10 +75,11 @@ def model() -> Any:
     return model.requires_grad_(False)
 
 
-def serve(model: Any, backend: str, mode: CUDAGraphMode, debug: bool, compile: bool = False) -> EngineCore:
+def serve(subject: Subject, mode: CUDAGraphMode, debug: bool = False, compile: bool = False) -> EngineCore:
     sizes = [1, 2, 3, 4, 6, 8, 16, 32, 64]
     runner = build_runner(
-        model, backend=backend, num_blocks=200, max_num_seqs=8, max_num_batched_tokens=64, compile=compile,
+        model_of(subject.latent), backend=subject.backend, block_size=subject.block_size, num_blocks=200,
+        max_num_seqs=8, max_num_batched_tokens=64, compile=compile,
         graphs=GraphOptions(mode=mode, sizes=sizes, debug=debug),
     )  # fmt: skip
     return EngineCore(
@@ -60,50 +87,54 @@ def serve(model: Any, backend: str, mode: CUDAGraphMode, debug: bool, compile: b
     )
 
 
-def lowest_support_of(model: Any, backend: str) -> GraphSupport:
+def lowest_support_of(subject: Subject) -> GraphSupport:
     try:
-        runner = build_runner(
-            model, backend=backend, num_blocks=20, compile=False, graphs=GraphOptions(mode=CUDAGraphMode.NONE)
-        )
+        (group,) = serve(subject, CUDAGraphMode.NONE).runner.groups  # type: ignore[attr-defined]
     except ValueError as error:
-        pytest.skip(f"{backend} does not serve here: {error}")
-    (group,) = runner.groups
-    return GraphSupport(group.backend.get_builder_cls().get_cudagraph_support(group.spec), backend)
+        pytest.skip(f"{subject} does not serve here: {error}")
+    return GraphSupport(group.backend.get_builder_cls().get_cudagraph_support(group.spec), subject.backend)
 
 
-def check(model: Any, backend: str, mode: CUDAGraphMode, compile: bool) -> None:
-    checked = serve(model, backend, mode, debug=True, compile=compile)
-    wanted = logits_of_all_steps(checked, seed=7, steps=360, vocab_size=256)
+def check(subject: Subject, mode: CUDAGraphMode, compile: bool) -> None:
+    with set_config(mla_context_tokens=16):  # The context of prompts in several chunks.
+        checked = serve(subject, mode, debug=True, compile=compile)
+        wanted = logits_of_all_steps(checked, seed=7, steps=360, vocab_size=VOCAB_SIZE)
+        got = logits_of_all_steps(serve(subject, mode, compile=compile), 7, 360, VOCAB_SIZE)
     assert len(wanted) > 200
     stats = checked.runner.graphs.stats()  # type: ignore[attr-defined]
     assert stats.keys() == KINDS[mode]
     assert min(stats.values()) > 20
-    got = logits_of_all_steps(serve(model, backend, mode, debug=False, compile=compile), 7, 360, 256)
     assert [rows for rows, _ in got] == [rows for rows, _ in wanted]
     for (_, a), (_, b) in zip(got, wanted, strict=True):
         assert bool(a.isfinite().all())
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("subject", [*DENSE, *LATENT], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_from_graphs_are_those_without_or_the_mode_is_refused(
-    model: Any, backend: str, mode: CUDAGraphMode
+    subject: Subject, mode: CUDAGraphMode
 ) -> None:
-    support = lowest_support_of(model, backend)
+    support = lowest_support_of(subject)
     try:
         resolve_cudagraph_mode(mode, support, splits_attention=True)
     except ValueError:
         with pytest.raises(ValueError, match=f"cudagraph_mode={mode.name} cannot run here"):
-            serve(model, backend, mode, debug=False)
+            serve(subject, mode)
         return
-    check(model, backend, mode, compile=False)
+    check(subject, mode, compile=False)
 
 
 @pytest.mark.parametrize(
-    ("backend", "mode"),
-    [("TRITON_ATTN", CUDAGraphMode.FULL_AND_PIECEWISE), ("FLASH_ATTN", CUDAGraphMode.FULL)],
+    ("subject", "mode"),
+    [
+        (Subject("TRITON_ATTN"), CUDAGraphMode.FULL_AND_PIECEWISE),
+        (Subject("FLASH_ATTN"), CUDAGraphMode.FULL),
+        (Subject("FLASH_ATTN+TRITON_ATTN"), CUDAGraphMode.FULL_AND_PIECEWISE),
+        (Subject("FLASHINFER_MLA", latent=True), CUDAGraphMode.FULL_AND_PIECEWISE),
+    ],
+    ids=str,
 )
-def test_compiled_models_too(model: Any, backend: str, mode: CUDAGraphMode, fresh_compiler: None) -> None:
-    lowest_support_of(model, backend)
-    check(model, backend, mode, compile=True)
+def test_compiled_models_too(subject: Subject, mode: CUDAGraphMode, fresh_compiler: None) -> None:
+    lowest_support_of(subject)
+    check(subject, mode, compile=True)

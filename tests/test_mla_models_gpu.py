@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from latent_zoo import make_latent_model
+from latent_zoo import LIBRARY_SIZES, make_latent_model
 from mla_op_cases import require_mla
 from model_zoo import EagerReference
 from served_logits import KINDS, judge, make_engine, serve
@@ -19,11 +19,6 @@ from served_logits import KINDS, judge, make_engine, serve
 from attnbackend import set_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-SIZES = {
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-    "num_attention_heads": 16, "num_key_value_heads": 16,
-    "first_k_dense_replace": 2,  # a rounding that sends a token to another expert says nothing of attention
-}  # fmt: skip
 PAGES = {"FLASHMLA": 64}
 """Sizes of blocks where they are not 16."""
 BACKENDS = ["TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TORCH_MLA"]
@@ -31,7 +26,7 @@ BACKENDS = ["TRITON_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TORCH
 
 @cache
 def model_and_reference(name: str) -> tuple[Any, EagerReference]:
-    model = make_latent_model(name, **SIZES).bfloat16()
+    model = make_latent_model(name, **LIBRARY_SIZES).bfloat16()
     return copy.deepcopy(model).cuda(), EagerReference(model)
 
 
