@@ -14,7 +14,7 @@ from latent_zoo import LIBRARY_SIZES, make_latent_model
 from model_zoo import VOCAB_SIZE
 from random_serving import logits_of_all_steps
 
-from attnbackend import CUDAGraphMode, set_config
+from attnbackend import AttentionCGSupport, CUDAGraphMode, set_config
 from attnbackend.cudagraph import GraphSupport, resolve_cudagraph_mode
 from attnbackend.runtime.engine_core import EngineCore
 from attnbackend.runtime.model_runner import build_runner
@@ -75,16 +75,20 @@ def model_of(latent: bool) -> Any:
     return model.requires_grad_(False)
 
 
-def serve(subject: Subject, mode: CUDAGraphMode, debug: bool = False, compile: bool = False) -> EngineCore:
-    sizes = [1, 2, 3, 4, 6, 8, 16, 32, 64]
+def serve(
+    subject: Subject, mode: CUDAGraphMode, debug: bool = False, compile: bool = False, drafts: int = 0
+) -> EngineCore:
+    sizes = None if drafts else [1, 2, 3, 4, 6, 8, 16, 32, 64]
     runner = build_runner(
         model_of(subject.latent), backend=subject.backend, block_size=subject.block_size, num_blocks=200,
-        max_num_seqs=8, max_num_batched_tokens=64, compile=compile,
+        max_num_seqs=8, max_num_batched_tokens=64, compile=compile, num_drafts=drafts,
         graphs=GraphOptions(mode=mode, sizes=sizes, debug=debug),
     )  # fmt: skip
+    speculation = {"speculative": "ngram", "num_speculative_tokens": drafts} if drafts else {}
     return EngineCore(
-        runner, max_num_seqs=8, max_num_batched_tokens=64, eos_token_ids=(), async_scheduling=False
-    )
+        runner, max_num_seqs=8, max_num_batched_tokens=64, eos_token_ids=(), async_scheduling=False,
+        **speculation,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def lowest_support_of(subject: Subject) -> GraphSupport:
@@ -95,11 +99,11 @@ def lowest_support_of(subject: Subject) -> GraphSupport:
     return GraphSupport(group.backend.get_builder_cls().get_cudagraph_support(group.spec), subject.backend)
 
 
-def check(subject: Subject, mode: CUDAGraphMode, compile: bool) -> None:
+def check(subject: Subject, mode: CUDAGraphMode, **options: Any) -> None:
     with set_config(mla_context_tokens=16):  # The context of prompts in several chunks.
-        checked = serve(subject, mode, debug=True, compile=compile)
+        checked = serve(subject, mode, debug=True, **options)
         wanted = logits_of_all_steps(checked, seed=7, steps=360, vocab_size=VOCAB_SIZE)
-        got = logits_of_all_steps(serve(subject, mode, compile=compile), 7, 360, VOCAB_SIZE)
+        got = logits_of_all_steps(serve(subject, mode, **options), 7, 360, VOCAB_SIZE)
     assert len(wanted) > 200
     stats = checked.runner.graphs.stats()  # type: ignore[attr-defined]
     assert stats.keys() == KINDS[mode]
@@ -122,7 +126,14 @@ def test_steps_from_graphs_are_those_without_or_the_mode_is_refused(
         with pytest.raises(ValueError, match=f"cudagraph_mode={mode.name} cannot run here"):
             serve(subject, mode)
         return
-    check(subject, mode, compile=False)
+    check(subject, mode)
+
+
+@pytest.mark.parametrize("subject", [*DENSE, *LATENT], ids=str)
+def test_decodes_with_drafts_run_from_graphs_too(subject: Subject) -> None:
+    if lowest_support_of(subject).level < AttentionCGSupport.UNIFORM_BATCH:
+        pytest.skip("decodes of several tokens are in no graph of this backend")
+    check(subject, CUDAGraphMode.FULL_AND_PIECEWISE, drafts=3)
 
 
 @pytest.mark.parametrize(
