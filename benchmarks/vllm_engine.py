@@ -2,8 +2,9 @@
 
 Random weights of the Llama-8B shape in bfloat16; prompts of 1,024 tokens for the decode steps, 8 of 8,192 for
 the tokens a second of prompts; greedy; vLLM's own choices but for the backend and the sizes of its graphs,
-which are those of the batches. Prints and writes the median time between two steps that each gave every
-request a token, and the rounds of the prompts.
+which are those of the batches. Prints and writes the rounds of the prompts, and the median time between two
+steps that each gave every request a token. With ``--folder``, vLLM finds what it compiled for the same folder
+before.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("prompts", "tokens", "rounds"):
         default = getattr(PrefillSettings(), name)
         parser.add_argument(f"--prefill-{name}", type=int, default=default)
+    parser.add_argument("--folder", type=Path, help="for the model's config; default: a new one")
     parser.add_argument("--gpu-memory", type=float, default=0.8, help="share of the memory")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/vllm_engine.json"))
     options = parser.parse_args(arguments)
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(options: Any) -> Iterator[dict[str, Any]]:
-    """What is known so far, after each number of requests and after the prompts."""
+    """What is known so far, after the prompts and after each number of requests."""
     import vllm
 
     batches = options.batch or [1, 16, 64, 256]
@@ -65,28 +68,30 @@ def measure(options: Any) -> Iterator[dict[str, Any]]:
     engine = _engine(vllm, batches, options)
     config = engine.vllm_config
     found: dict[str, Any] = {
-        "vllm": vllm.__version__, "backend": options.backend, "steps": {},
+        "vllm": vllm.__version__, "backend": options.backend, "steps": {}, "steps_timed": {},
         "seconds_to_ready": round(time.perf_counter() - started, 1),
         "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
     }  # fmt: skip
     print(json.dumps(found), flush=True)
-    for batch in batches:
-        _serve(vllm, engine, batch, options.prompt, 4)
-        _, times = _serve(vllm, engine, batch, options.prompt, options.new_tokens)
-        found["steps"][batch] = round(1e3 * median(later - sooner for sooner, later in pairwise(times)), 3)
-        print(f"{batch} requests: {found['steps'][batch]} ms a step, of {len(times) - 1}", flush=True)
-        yield found
     rates = [_prefill(vllm, engine, options) for _ in range(options.prefill_rounds + 1)][1:]
     found["prefill_tokens_per_s"] = asdict(Spread.of(rates))
     print(f"prefill: {Spread.of(rates)} tokens/s", flush=True)
     yield found
+    for batch in batches:
+        _serve(vllm, engine, batch, 16, 8)
+        _, times = _serve(vllm, engine, batch, options.prompt, options.new_tokens)
+        found["steps"][batch] = round(1e3 * median(later - sooner for sooner, later in pairwise(times)), 3)
+        found["steps_timed"][batch] = len(times) - 1
+        print(f"{batch} requests: {found['steps'][batch]} ms a step, of {len(times) - 1}", flush=True)
+        yield found
 
 
 def _engine(vllm: Any, batches: list[int], options: Any) -> Any:
     longest = max(options.prompt + options.new_tokens, options.prefill_tokens + 1)
     chosen = {} if options.backend is None else {"attention_config": {"backend": options.backend}}
-    with tempfile.TemporaryDirectory() as folder:
+    fixed = options.folder
+    with tempfile.TemporaryDirectory() if fixed is None else nullcontext(str(fixed)) as folder:
         config = {**SHAPE, "num_hidden_layers": options.layers, "model_type": "llama", "dtype": "bfloat16"}
         config |= {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
         Path(folder, "config.json").write_text(json.dumps(config))
