@@ -94,6 +94,7 @@ def _engine(vllm: Any, batches: list[int], options: Any) -> Any:
     with tempfile.TemporaryDirectory() if fixed is None else nullcontext(str(fixed)) as folder:
         config = {**SHAPE, "num_hidden_layers": options.layers, "model_type": "llama", "dtype": "bfloat16"}
         config |= {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6}
+        Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, "config.json").write_text(json.dumps(config))
         llm = vllm.LLM(
             model=folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", seed=0,
