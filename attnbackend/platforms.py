@@ -10,11 +10,12 @@ first (docs/flex-attention.md has figures).
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Platform", "backend_priorities", "current_platform", "free_memory"]
+__all__ = ["Platform", "as_current", "backend_priorities", "current_platform", "free_memory"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,14 @@ def current_platform(device_type: str) -> Platform:
     if device_type == "cuda" and not is_rocm and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
     return Platform(device_type, capability, is_rocm)
+
+
+def as_current(device: torch.device) -> AbstractContextManager[object]:
+    """Within, this device is the current one: events and libraries go by the current device's stream.
+
+    What this gives may be entered again, though not inside itself.
+    """
+    return nullcontext() if device.type != "cuda" or device.index is None else torch.cuda.device(device)
 
 
 _CUDA = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT", "TORCH_SDPA")

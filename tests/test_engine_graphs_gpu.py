@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from latent_zoo import LIBRARY_SIZES, make_latent_model
 from model_zoo import VOCAB_SIZE
 from random_serving import logits_of_all_steps
 
-from attnbackend import AttentionCGSupport, CUDAGraphMode, set_config
+from attnbackend import AttentionCGSupport, CUDAGraphMode, Engine, SamplingParams, set_config
 from attnbackend.cudagraph import GraphSupport, resolve_cudagraph_mode
 from attnbackend.runtime.engine_core import EngineCore
 from attnbackend.runtime.model_runner import build_runner
@@ -149,3 +150,18 @@ def test_decodes_with_drafts_run_from_graphs_too(subject: Subject) -> None:
 def test_compiled_models_too(subject: Subject, mode: CUDAGraphMode, fresh_compiler: None) -> None:
     lowest_support_of(subject)
     check(subject, mode, compile=True)
+
+
+def test_a_gpu_that_is_not_the_current_one_serves() -> None:
+    """Events and libraries go by the current device's stream: the wrong one waits for nothing."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    prompts = [[5 + i, 6, 7] * (i + 1) for i in range(6)]
+    params, tokens = SamplingParams(max_tokens=40, ignore_eos=True), []
+    for index in range(2):
+        model = copy.deepcopy(model_of(False)).to(f"cuda:{index}")
+        engine = Engine(model, backend="TRITON_ATTN", num_blocks=200, max_num_seqs=4, compile=False)
+        assert engine.is_async
+        tokens.append([output.token_ids for output in engine.generate(prompts, params)])
+        assert torch.cuda.current_device() == 0
+    assert tokens[0] == tokens[1]

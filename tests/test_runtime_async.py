@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from attnbackend.runtime import (
     SamplingParams,
     StepOutput,
     batch_buffers,
+    engine_core,
 )
 from attnbackend.runtime.model_runner import build_runner
 from attnbackend.runtime.started_step import StartedStep
@@ -99,6 +101,36 @@ def test_a_step_starts_before_the_tokens_of_the_one_before_it_are_read(
     (output,) = async_engine(runner).generate([[1, 2]], SamplingParams(max_tokens=3))
     assert output.token_ids == greedy_reference([1, 2], 3)
     assert runner.events == ["start 1", "start 2", "read", "start 3", "read", "read"]
+
+
+def test_the_engine_s_device_is_the_current_one_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events go by the current device's stream: another's would let a step's memory be written too soon."""
+    current, read = [0], StartedStep.tokens
+
+    class Current:
+        def __enter__(self) -> None:
+            assert current == [0]
+            current[0] = 1
+
+        def __exit__(self, *error: object) -> None:
+            current[0] = 0
+
+    class Placed(ToyRunner):
+        def execute(self, batch: PreparedBatch) -> Tensor:
+            assert current == [1]
+            return super().execute(batch)
+
+        def capture_graphs(self, padding: Callable[[int, int], PreparedBatch]) -> None:
+            assert current == [1]
+
+    def tokens(step: StartedStep) -> list[int]:
+        assert current == [1]
+        return read(step)
+
+    monkeypatch.setattr(engine_core, "as_current", lambda device: Current())
+    monkeypatch.setattr(StartedStep, "tokens", tokens)
+    async_engine(Placed()).generate([[1, 2], [3]], SamplingParams(max_tokens=3))
+    assert current == [0]
 
 
 def test_no_step_is_started_for_a_request_whose_last_token_is_being_sampled() -> None:

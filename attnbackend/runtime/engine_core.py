@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from attnbackend.platforms import as_current
 from attnbackend.runtime.admission import AdmissionRules, Prompt
 from attnbackend.runtime.block_allocator import BlockAllocator
 from attnbackend.runtime.detokenizer import IncrementalDetokenizer, Tokenizer
@@ -117,8 +118,10 @@ class EngineCore:
             padded_tokens=getattr(runner, "padded_tokens", None),
             decode_len=1 + num_drafts,
         )
+        self._on_device = as_current(runner.device)
         if capture := getattr(runner, "capture_graphs", None):
-            capture(self.input_batch.padding)
+            with self._on_device:
+                capture(self.input_batch.padding)
         ahead = runner.device.type != "cpu" and not num_drafts
         self.is_async = ahead if async_scheduling is None else async_scheduling
         self._sampled = SampledTokens(max_num_seqs * (1 + num_drafts), runner.device)
@@ -268,7 +271,8 @@ class EngineCore:
         self._repeatable = None
         self._in_flight.clear()
         self.scheduler.restart([progress.request for progress in self._progress.values()])
-        self.input_batch.clear()
+        with self._on_device:
+            self.input_batch.clear()
         for progress in list(self._progress.values()):
             self._take_again(progress.request)
         self._is_torn = False
@@ -325,10 +329,11 @@ class EngineCore:
     def _compute_step(self) -> None:
         """Start a step, then take in the tokens of the one before; without working ahead, its own."""
         try:
-            started = self._start_step()
-            if started is not None:
-                self._in_flight.append(started)
-            self._take_in_all_but(int(self.is_async and started is not None))
+            with self._on_device:
+                started = self._start_step()
+                if started is not None:
+                    self._in_flight.append(started)
+                self._take_in_all_but(int(self.is_async and started is not None))
         except BaseException:
             self._broke_off()
             raise

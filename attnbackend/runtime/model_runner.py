@@ -37,7 +37,7 @@ from attnbackend.kv_cache import (
 )
 from attnbackend.layers.paged import BoundLayer
 from attnbackend.metadata import AttentionMetadataBuilder, BatchLimits, CommonAttentionMetadata
-from attnbackend.platforms import free_memory
+from attnbackend.platforms import as_current, free_memory
 from attnbackend.runtime.advance_decodes import advance_decodes
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.sampler import take_largest
@@ -96,18 +96,20 @@ def build_runner(model: Any, **options: Any) -> ModelRunner:
         ValueError: a value that the model, a backend or the device cannot serve.
         TypeError: the model is neither, or an option is unknown.
     """
+    adapter = None
     if not all(
         hasattr(model, name) for name in ("attention_layers", "bind", "forward", "compile", "vocab_size")
     ):
         from attnbackend.integrations.transformers import TransformersModel
 
-        adapter = TransformersModel(model)
-        try:
-            return ModelRunner(adapter, RunnerOptions(**options))
-        except BaseException:
+        model = adapter = TransformersModel(model)
+    try:
+        with as_current(model.device):
+            return ModelRunner(model, RunnerOptions(**options))
+    except BaseException:
+        if adapter is not None:
             adapter.give_back()
-            raise
-    return ModelRunner(model, RunnerOptions(**options))
+        raise
 
 
 class ModelRunner:
