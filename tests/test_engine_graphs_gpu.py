@@ -14,6 +14,7 @@ import torch
 from latent_zoo import LIBRARY_SIZES, make_latent_model
 from model_zoo import VOCAB_SIZE
 from random_serving import logits_of_all_steps
+from sparse_latent_model import SparseLatentModel
 
 from attnbackend import AttentionCGSupport, CUDAGraphMode, Engine, SamplingParams, set_config
 from attnbackend.cudagraph import GraphSupport, resolve_cudagraph_mode
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.gpu
 class Subject(NamedTuple):
     backend: str
     block_size: int = 16
-    latent: bool = False
+    kind: str = "dense"
 
     def __str__(self) -> str:
         return self.backend if self.block_size == 16 else f"{self.backend}-{self.block_size}"
@@ -41,10 +42,11 @@ DENSE = [
     )
 ]  # fmt: skip
 LATENT = [
-    Subject(name, block_size, latent=True)
+    Subject(name, block_size, "sparse" if name.endswith("SPARSE") else "latent")
     for name, block_size in (
         ("TRITON_MLA", 16), ("TRITON_MLA", 64), ("FLASHINFER_MLA", 16), ("FLASH_ATTN_MLA", 16),
-        ("FLASHMLA", 64), ("TORCH_MLA", 16),
+        ("FLASHMLA", 64), ("TORCH_MLA", 16), ("TRITON_MLA_SPARSE", 64), ("FLASHMLA_SPARSE", 64),
+        ("TORCH_MLA_SPARSE", 16),
     )
 ]  # fmt: skip
 MODES = [mode for mode in CUDAGraphMode if mode is not CUDAGraphMode.NONE]
@@ -57,8 +59,10 @@ KINDS = {
 
 
 @cache
-def model_of(latent: bool) -> Any:
-    if latent:
+def model_of(kind: str) -> Any:
+    if kind == "sparse":
+        return SparseLatentModel("cuda", torch.bfloat16)
+    if kind == "latent":
         return make_latent_model("deepseek_v2_lite", **LIBRARY_SIZES).to("cuda", torch.bfloat16)
     import transformers
 
@@ -81,7 +85,7 @@ def serve(
 ) -> EngineCore:
     sizes = None if drafts else [1, 2, 3, 4, 6, 8, 16, 32, 64]
     runner = build_runner(
-        model_of(subject.latent), backend=subject.backend, block_size=subject.block_size, num_blocks=200,
+        model_of(subject.kind), backend=subject.backend, block_size=subject.block_size, num_blocks=200,
         max_num_seqs=8, max_num_batched_tokens=64, compile=compile, num_drafts=drafts,
         graphs=GraphOptions(mode=mode, sizes=sizes, debug=debug),
     )  # fmt: skip
@@ -143,7 +147,7 @@ def test_decodes_with_drafts_run_from_graphs_too(subject: Subject) -> None:
         (Subject("TRITON_ATTN"), CUDAGraphMode.FULL_AND_PIECEWISE),
         (Subject("FLASH_ATTN"), CUDAGraphMode.FULL),
         (Subject("FLASH_ATTN+TRITON_ATTN"), CUDAGraphMode.FULL_AND_PIECEWISE),
-        (Subject("FLASHINFER_MLA", latent=True), CUDAGraphMode.FULL_AND_PIECEWISE),
+        (Subject("FLASHINFER_MLA", kind="latent"), CUDAGraphMode.FULL_AND_PIECEWISE),
     ],
     ids=str,
 )
@@ -156,12 +160,13 @@ def test_a_gpu_that_is_not_the_current_one_serves() -> None:
     """Events and libraries go by the current device's stream: the wrong one waits for nothing."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
+    model = copy.deepcopy(model_of("dense")).to("cuda:1")
     prompts = [[5 + i, 6, 7] * (i + 1) for i in range(6)]
     params, tokens = SamplingParams(max_tokens=40, ignore_eos=True), []
-    for index in range(2):
-        model = copy.deepcopy(model_of(False)).to(f"cuda:{index}")
-        engine = Engine(model, backend="TRITON_ATTN", num_blocks=200, max_num_seqs=4, compile=False)
+    for current in (1, 0):
+        with torch.cuda.device(current):
+            engine = Engine(model, backend="TRITON_ATTN", num_blocks=200, max_num_seqs=4, compile=False)
+            tokens.append([output.token_ids for output in engine.generate(prompts, params)])
+            assert torch.cuda.current_device() == current
         assert engine.is_async
-        tokens.append([output.token_ids for output in engine.generate(prompts, params)])
-        assert torch.cuda.current_device() == 0
     assert tokens[0] == tokens[1]
