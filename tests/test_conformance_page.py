@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from attnbackend import resolve_backend
 from attnbackend.testing.conformance import CHECKS, check_backend
 from attnbackend.testing.conformance.cases import CaseGenerator
+from attnbackend.testing.conformance.digest import cases_digest
+from attnbackend.testing.conformance.honest import HonestBackend
 from attnbackend.testing.conformance.latent import LATENT_CHECKS, LatentCases
 from attnbackend.testing.conformance.mutants import MUTANTS
 from attnbackend.testing.conformance.page import report_section, write_section
@@ -48,6 +51,17 @@ def test_a_section_says_what_passed_and_what_failed() -> None:
     assert "| FAIL " in section
 
 
+def test_the_digest_of_cases_tells_their_contents_and_not_their_order() -> None:
+    generate = CaseGenerator(HonestBackend, "cpu", quick=True)
+    cases = [("lse", case) for case in CHECKS["lse"].cases(generate)]
+    digest = cases_digest(cases)
+    assert re.fullmatch("[0-9a-f]{8}", digest)
+    assert cases_digest(reversed(cases)) == digest
+    (check, first), *others = cases
+    longer = replace(first, attention=replace(first.attention, context_lens=(71, 0, 46)))
+    assert digest not in (cases_digest([(check, longer), *others]), cases_digest([("plan", first), *others]))
+
+
 def sections() -> list[tuple[str, str, str]]:
     return [section for page in PAGES for section in SECTION.findall((DOCS / page).read_text())]
 
@@ -73,8 +87,8 @@ def test_the_pages_show_the_cases_of_today_s_claims(name: str, device: str, text
         pytest.skip(f"the claims of {name} are those of its library: {missing}")
     suite, cases = (LATENT_CHECKS, LatentCases) if backend.is_mla else (CHECKS, CaseGenerator)
     generate = cases(backend, device, quick="--quick" in text)
-    planned = Counter(
-        (case.feature, check.name) for check in suite.values() for case in check.cases(generate)
-    )
-    assert shown == planned, f"claims or cases changed: run the command of {name} on {device} again"
+    planned = [(check.name, case) for check in suite.values() for case in check.cases(generate)]
+    again = f"claims or cases changed: run the command of {name} on {device} again"
+    assert shown == Counter((case.feature, check) for check, case in planned), again
+    assert f"; cases {cases_digest(planned)}." in text, again
     assert "Does not conform" not in text

@@ -12,7 +12,9 @@ from attnbackend.types import AttentionType
 
 __all__ = ["AttentionCase", "Probe"]
 
-Probe = Literal["window_edge", "chunk_edge", "newest_key", "soft_cap", "value_is_head"]
+Probe = Literal[
+    "window_edge", "chunk_edge", "newest_key", "soft_cap", "value_is_head", "low_logits", "long_sums"
+]
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 

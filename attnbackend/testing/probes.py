@@ -46,6 +46,10 @@ def apply_probe(case: AttentionCase, sequence: SequenceData) -> None:
         )
     if case.probe == "value_is_head":
         _value_is_head(sequence)
+    elif case.probe == "low_logits":
+        _low_logits(case, sequence)
+    elif case.probe == "long_sums":
+        _long_sums(sequence)
     elif case.probe == "soft_cap":
         # q.k * scale is unit-normal before this: afterwards logits lie around and beyond the cap.
         sequence.q_NHD.mul_(case.logits_soft_cap)
@@ -61,6 +65,18 @@ def _value_is_head(sequence: SequenceData) -> None:
     """Every value of key/value head h is h: the output of a query head names what it read."""
     for head in range(sequence.v_LKD.shape[1]):
         sequence.v_LKD[:, head] = float(head)
+
+
+def _low_logits(case: AttentionCase, sequence: SequenceData) -> None:
+    """All logits of a row are lower by 200, which changes no weight: exp(-200) is 0 in float32."""
+    sequence.q_NHD[..., 0] = 32.0
+    sequence.k_LKD[..., 0] = -200.0 / (32.0 * case.softmax_scale)
+
+
+def _long_sums(sequence: SequenceData) -> None:
+    """Sums that only grow, over all keys alike: kept in 16 bits they soon lose what is added."""
+    sequence.q_NHD.mul_(2.0**-6)
+    sequence.v_LKD.abs_()
 
 
 def _window_edge(case: AttentionCase, sequence: SequenceData) -> None:

@@ -19,7 +19,7 @@ LARGEST: dict[str, Any] = {"query_lens": (1, 5, 0, 17, 1), "context_lens": (40, 
 BATCHES: dict[str, dict[str, Any]] = {
     MIXED: LARGEST,
     DECODE: {"query_lens": (1, 1, 1), "context_lens": (0, 33, 70)},
-    "uniform_of_four": {"query_lens": (4, 4, 4), "context_lens": (12, 28, 3)},
+    "uniform_of_four": {"query_lens": (4, 4, 4), "context_lens": (12, 60, 3)},
     "prefill": {"query_lens": (19, 3, 16), "context_lens": (0, 0, 0)},
     "chunked_prefill": {"query_lens": (16, 9), "context_lens": (32, 16)},
     "one_token": {"query_lens": (1,), "context_lens": (0,)},

@@ -26,10 +26,14 @@ from attnbackend.testing.conformance.features import claimed_features
 from attnbackend.testing.conformance.kinds import fit_to_batch
 from attnbackend.testing.conformance.pairs import PAIRS
 from attnbackend.testing.conformance.sizes import pick_size
+from attnbackend.types import describe
 
 __all__ = ["CaseGenerator", "config_of"]
 
 _LARGE_QUICK = ("plain", "window_edge", "window_far", "everything")
+_LONG_SUMS = "long_sums"
+_DRAFTS = "window_over_pages"
+"""The window that tokens of a uniform batch, which decode as many at a time, do not all see beyond."""
 _LARGE = (
     *_LARGE_QUICK,
     "newest_key",
@@ -66,17 +70,34 @@ class CaseGenerator:
             yield from self.some(*((name, batch) for batch in self._batches(feature)))
 
     def _batches(self, feature: Feature) -> Iterator[str]:
+        if feature.name.startswith(_LONG_SUMS):
+            return iter(("long_context",))
         if not self.quick:
             small = _PAIRS if feature.claim == PAIRS else (*BATCHES, UNEVEN_DECODE)
             return iter(dict.fromkeys((*small, *(LARGE_BATCHES if feature.name in _LARGE else ()))))
         if feature.name in ("plain", "everything"):
             return iter((*BATCHES, *LARGE_BATCHES))
+        if feature.claim == "dtype" or feature.name == self.scaled_cache:
+            return iter((MIXED, DECODE))
+        if feature.name == _DRAFTS:
+            return iter((MIXED, "uniform_of_four"))
         small = (DECODE,) if feature.claim == "heads" else (MIXED,)
         return iter((*small, *(LARGE_BATCHES if feature.name in _LARGE_QUICK else ())))
 
+    @cached_property
+    def scaled_cache(self) -> str:
+        """The feature of a float8 cache in the type that cases start from; "hnd" where there is none."""
+        start = f"{self.plain_cache}_cache_fp8"
+        return next((name for name in self.features if name.startswith(start)), "hnd")
+
+    @property
+    def plain_cache(self) -> str:
+        """The feature of the type that cases start from."""
+        return f"dtype_{describe(self.base['dtype'])}"
+
     def some(self, *pairs: tuple[str, str], **changes: Any) -> Iterator[ConformanceCase]:
         """Cases of (feature, batch), those left out that the backend does not claim."""
-        for feature, batch in pairs:
+        for feature, batch in dict.fromkeys(pairs):
             yield from self.case(feature, batch, **changes)
 
     def case(self, feature: str, batch: str, **changes: Any) -> Iterator[ConformanceCase]:

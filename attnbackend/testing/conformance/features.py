@@ -34,6 +34,7 @@ _FIXED = (
     Feature("newest_key", "plain", {"probe": "newest_key"}),
     Feature("another_scale", "plain", {"scale": 0.3}),
     Feature("large_logits", "plain", {"scale": 8.0}),
+    Feature("low_logits", "plain", {"probe": "low_logits"}),
     Feature("no_lse", "plain", {"lse": False}),
     Feature("multi_query", "heads", {"num_heads": 4, "num_kv_heads": 1}),
     Feature("group_of_three", "heads", {"num_heads": 9, "num_kv_heads": 3}),
@@ -98,6 +99,7 @@ def claimed_features(backend: type[AttentionBackend]) -> Iterator[Feature]:
         yield Feature("nhd", "layout", {"layout": "NHD"})
     yield from _sizes(backend)
     yield from _types(backend)
+    yield from _narrow(backend)
     yield from paired_features(backend)
 
 
@@ -125,12 +127,32 @@ def _sizes(backend: type[AttentionBackend]) -> Iterator[Feature]:
             yield Feature(f"block_size_{size}", "block_size", {"block_size": size})
 
 
+def _narrow(backend: type[AttentionBackend]) -> Iterator[Feature]:
+    """Vectors of narrow types hold more elements: heads, pages and strides that suit others."""
+    sizes = probing_sizes(backend.supported_head_sizes, typical=(), largest=256)
+    odd = min(filter(backend.supports_head_size, sizes), key=lambda size: (size & -size, -size), default=0)
+    if odd and backend.supports_dtype(torch.bfloat16):
+        yield Feature(f"head_size_{odd}_bfloat16", "head_size", {"head_size": odd, "dtype": torch.bfloat16})
+    if not backend.supports_kv_cache_dtype("fp8"):
+        return
+    fp8, layout = _cache_of("fp8"), backend.supported_layouts[-1].value
+    if odd:
+        yield Feature(f"head_size_{odd}_cache_fp8", "head_size", {"head_size": odd, **fp8})
+    pages = probing_sizes(backend.supported_block_sizes, typical=(), largest=64)
+    for size in list(filter(backend.supports_block_size, pages))[-1:]:
+        changes = {"block_size": size, "layout": layout, **fp8}
+        yield Feature(f"block_size_{size}_{layout}_cache_fp8", "block_size", changes)
+    yield Feature("layers_interleaved_cache_fp8", "memory", {"num_layers": 3, **fp8})
+
+
 def _types(backend: type[AttentionBackend]) -> Iterator[Feature]:
     names = [n for n in KV_CACHE_DTYPES if n != "auto" and backend.supports_kv_cache_dtype(n)]
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         if not backend.supports_dtype(dtype):
             continue
         yield Feature(f"dtype_{describe(dtype)}", "dtype", {"dtype": dtype})
+        if dtype.itemsize == 2:
+            yield Feature(f"long_sums_{describe(dtype)}", "dtype", {"dtype": dtype, "probe": "long_sums"})
         for name in names:
             yield Feature(
                 f"dtype_{describe(dtype)}_cache_{name}", "kv_cache_dtype", _cache_of(name) | {"dtype": dtype}

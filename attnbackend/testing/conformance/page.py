@@ -32,7 +32,7 @@ def report_section(report: ConformanceReport, command: str) -> str:
     parts = [
         f"## {report.backend} on {_hardware(report.device)}",
         f"`{command}`",
-        f"{verdict}: {counts}; torch {torch.__version__.partition('+')[0]}.",
+        f"{verdict}: {counts}; torch {torch.__version__.partition('+')[0]}; cases {report.cases}.",
         _table(*report.matrix()),
         "\n".join(f"- {line}" for line in report.skips()),
     ]

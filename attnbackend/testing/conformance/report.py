@@ -23,6 +23,8 @@ class ConformanceReport:
     versions: str
     """Of attnbackend, torch and Python."""
     outcomes: tuple[Outcome, ...]
+    cases: str = ""
+    """What was looked at, in short; see `cases_digest`."""
 
     @property
     def ok(self) -> bool:

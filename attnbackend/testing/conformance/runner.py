@@ -15,6 +15,7 @@ import torch
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks import CHECKS
+from attnbackend.testing.conformance.digest import cases_digest
 from attnbackend.testing.conformance.known_failures import KnownFailure, known_failure
 from attnbackend.testing.conformance.latent import LATENT_CHECKS, LatentCase, LatentCases, LatentSubject
 from attnbackend.testing.conformance.outcome import Outcome, Skipped, Status
@@ -94,7 +95,8 @@ def check_backend(
             if stop_at_first and outcomes[-1].status is Status.FAILED:
                 break
         name = subject.name
-    return ConformanceReport(name, device, seed, versions(), tuple(outcomes))
+    digest = cases_digest((job.check.name, job.case) for job in jobs)
+    return ConformanceReport(name, device, seed, versions(), tuple(outcomes), digest)
 
 
 def plan_jobs(

@@ -35,7 +35,8 @@ class CacheWrites(Check):
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
         batch = subject.batch(case.attention)
         if batch.kv_cache.dtype.itemsize == 1 and len(batch.key):
-            batch.key[0, 0, :4] = torch.tensor([9e4, -9e4, torch.inf, -torch.inf]).to(batch.key)
+            extremes = torch.tensor([9e4, -9e4, torch.inf, -torch.inf])[: batch.key.shape[-1]]
+            batch.key[0, 0, : len(extremes)] = extremes.to(batch.key)
         expected, everything = expected_kv_cache(batch), batch.kv_buffer.clone()
         before = batch.kv_cache.clone()
         subject.run_write(batch)

@@ -32,12 +32,11 @@ class Compiled(Check):
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
         unwritten = {"new_tokens_written": False}
-        fp8 = next((n for n in generate.features if "float32_cache_fp8" in n), "hnd")
         yield from generate.some(
             ("everything", MIXED),
             ("plain", PADDED),
             ("layers_interleaved", DECODE),
-            (fp8, DECODE),
+            (generate.scaled_cache, DECODE),
             ("ranges_over_chunks", MIXED),
             ("encoder_window", MIXED),
             ("cross", PADDED),

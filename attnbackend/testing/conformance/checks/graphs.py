@@ -71,7 +71,8 @@ class Graphs(Check):
     proves = "A CUDA graph captured at the claimed level gives eager's bits when replayed on other contents."
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
-        for feature in ("plain", "everything", "no_lse", "chunks", "ranges", "encoder_only", "cross"):
+        features = ("plain", "everything", "no_lse", "chunks", "ranges", "encoder_only", "cross")
+        for feature in (*features, generate.scaled_cache):
             for case in generate.case(feature, "decode"):
                 yield replace(case, id=f"{feature}-captured")
 

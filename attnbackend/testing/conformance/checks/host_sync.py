@@ -40,8 +40,7 @@ class HostSync(Check):
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
         yield from generate.some(("plain", DECODE), ("everything", DECODE), ("everything", MIXED))
-        fp8 = next((n for n in generate.features if "float32_cache_fp8" in n), "hnd")
-        yield from generate.some((fp8, DECODE), ("no_lse", PADDED))
+        yield from generate.some((generate.scaled_cache, DECODE), ("no_lse", PADDED))
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:
         level = graph_support(subject, case.attention)

@@ -22,10 +22,9 @@ class OpCheck(Check):
     proves = "Schema, fake, autograd registration and AOT dispatch of both ops agree (torch.library.opcheck)."
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
-        fp8 = next((n for n in generate.features if "float32_cache_fp8" in n), "hnd")
         yield from generate.some(
             ("everything", MIXED), ("no_lse", PADDED), ("plain", "one_token"), ("strided_tensors", DECODE),
-            ("layers_interleaved", DECODE), (fp8, DECODE), ("ranges_over_window", MIXED), ("chunks", DECODE),
+            ("layers_interleaved", DECODE), (generate.scaled_cache, DECODE), ("ranges_over_window", MIXED), ("chunks", DECODE),
             ("encoder_only", MIXED), ("cross", DECODE),
         )  # fmt: skip
 

@@ -41,6 +41,7 @@ class Plan(Check):
             if batch != MIXED:
                 yield from generate.case("plain", batch)
         yield from generate.some(("everything", "decode"), ("everything", "chunked_prefill"))
+        yield from generate.case(generate.scaled_cache, "decode")
         yield from generate.some(("chunks", "decode"), ("encoder_only", "prefill"), ("cross", "decode"))
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:

@@ -34,7 +34,7 @@ class Scales(Check):
     proves = "Query scale, output scale and output block scale are applied once, and stored values saturate."
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
-        features = ["plain", "everything", *_fp8(generate)]
+        features = ["plain", "everything", generate.scaled_cache]
         for claim in ("query_scale", "output_scale", "output_block_scale"):
             if getattr(generate.backend, f"supports_{claim}"):
                 for feature in features:
@@ -51,10 +51,6 @@ class Scales(Check):
         if case.feature == "output_scale":
             return [f for dtype in formats for f in _output_scale(subject, batch, exact, own_error, dtype)]
         return _block_scale(subject, batch, exact, own_error)
-
-
-def _fp8(generate: CaseGenerator) -> list[str]:
-    return [name for name in generate.features if "float32_cache_fp8" in name][:1]
 
 
 def _scale(subject: Subject, value: float) -> Tensor:

@@ -20,10 +20,9 @@ class StateAudit(Check):
     proves = "A call changes its declared arguments and no other memory of the process, and does change them."
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
-        fp8 = next((n for n in generate.features if "float32_cache_fp8" in n), "hnd")
         yield from generate.some(
             ("plain", MIXED), ("no_lse", ONE_REQUEST), ("everything", PADDED), ("hnd", DECODE),
-            ("layers_interleaved", DECODE), ("strided_tensors", MIXED), (fp8, DECODE), ("ranges", MIXED),
+            ("layers_interleaved", DECODE), ("strided_tensors", MIXED), (generate.scaled_cache, DECODE), ("ranges", MIXED),
             ("encoder_only", PADDED), ("cross", MIXED), new_tokens_written=False,
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from attnbackend.testing.batches import PagedBatch
 from attnbackend.testing.cases import AttentionCase
 from attnbackend.testing.conformance.base_subject import BaseSubject, Batch, Case
-from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED
+from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED, UNEVEN_DECODE
 from attnbackend.testing.conformance.case import ConformanceCase
 from attnbackend.testing.conformance.cases import CaseGenerator
 from attnbackend.testing.conformance.checks.base import Check
@@ -34,12 +34,12 @@ class Stateless(Check):
     )
 
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
-        scaled = [name for name in generate.features if "float32_cache_fp8" in name][:1]
         per_head = [n for n, f in generate.features.items() if f.claim == "per_head_quant_scales"][:1]
         further = () if generate.quick else (*_FURTHER, *per_head)
-        for feature in (*_FEATURES, *scaled, *further):
+        for feature in dict.fromkeys((*_FEATURES, generate.scaled_cache, *further)):
             one = MIXED if feature in ("plain", "ranges") else DECODE
             batches = (one,) if generate.quick else (DECODE, MIXED)
+            batches += (UNEVEN_DECODE,) if feature == "plain" else ()
             written = feature == "cross"  # no call of the writer adds to an encoder's keys
             yield from generate.some(*((feature, batch) for batch in batches), new_tokens_written=written)
         if generate.backend.supports_query_scale:

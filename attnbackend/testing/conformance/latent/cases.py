@@ -25,6 +25,7 @@ _LATENTS = ((64, 16), (64, 64), (128, 64), (256, 64), (512, 64))
 _FULL_SIZE: dict[str, Any] = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
 }  # fmt: skip
+_SIZES_OF_8: dict[str, Any] = {"kv_lora_rank": 200, "qk_rope_head_dim": 24}
 
 Feature = tuple[str, dict[str, Any]]
 """Claim, and changes of the case."""
@@ -45,12 +46,15 @@ class LatentCases:
         fixed: dict[str, Feature] = {
             "plain": ("plain", {}),
             "another_scale": ("plain", {"scale": 0.3}),
+            "large_logits": ("plain", {"scale": 24.0}),
             "no_lse": ("plain", {"lse": False}),
             "one_head": ("heads", {"num_heads": 1}),
             "heads_of_20": ("heads", {"num_heads": 20}),
             "heads_of_128": ("heads", {"num_heads": 128}),
             "wide_values": ("head sizes", {"v_head_dim": 48, "qk_nope_head_dim": 16}),
             "full_size": ("head sizes", _FULL_SIZE),
+            "sizes_of_8": ("head sizes", _SIZES_OF_8),
+            "odd_sizes": ("head sizes", {"kv_lora_rank": 75, "qk_rope_head_dim": 10}),
             "layers_interleaved": ("memory", {"num_layers": 3}),
             "strided_tensors": ("memory", {"strided_tensors": True}),
         }
@@ -71,6 +75,8 @@ class LatentCases:
                 for scale in (None, 0.25) if name in ("fp8", "fp8_e4m3", "fp8_e5m2") else (None,):
                     scaled = "" if scale is None else "_scaled"
                     yield f"cache_{name}{scaled}", ("kv_cache_dtype", self._cached_as(name, scale))
+        if self.backend.supports_kv_cache_dtype("fp8"):
+            yield "sizes_of_8_cache_fp8", ("head sizes", self._cached_as("fp8", 0.25) | _SIZES_OF_8)
 
     def _cached_as(self, name: str, scale: float | None) -> dict[str, Any]:
         own: dict[str, Any] = {"kv_cache_dtype": name, "k_scale": scale}

@@ -13,8 +13,13 @@ from torch import Tensor
 
 from attnbackend.testing.conformance.batch_shapes import BATCHES, DECODE, MIXED, PADDED
 from attnbackend.testing.conformance.bits import differing, same_bits
+from attnbackend.testing.conformance.checks.overflow import (
+    FAR_AWAY,
+    GEOMETRY,
+    offsets_allowed,
+    wrong_far_away,
+)
 from attnbackend.testing.conformance.checks.overflow import Overflow as DenseOverflow
-from attnbackend.testing.conformance.checks.overflow import offsets_allowed, wrong_far_away
 from attnbackend.testing.conformance.checks.state_audit import write_faults
 from attnbackend.testing.conformance.latent.base import LatentCheck
 from attnbackend.testing.conformance.latent.case import LatentCase
@@ -174,10 +179,10 @@ class Overflow(LatentCheck):
     def cases(self, generate: LatentCases) -> Iterator[LatentCase]:
         feature = "cache_fp8" if "cache_fp8" in generate.features else "plain"
         for case in generate.case(feature, DECODE, new_tokens_written=False, lse=False):
-            yield replace(case, id="geometry")
-            yield replace(case, id="strides_beyond_32_bits")
+            for name in (GEOMETRY, *FAR_AWAY):
+                yield replace(case, id=name)
 
     def run(self, subject: LatentSubject, case: LatentCase) -> Sequence[str]:
-        if case.id == "geometry":
+        if case.id == GEOMETRY:
             return list(offsets_allowed(subject, case.mla))
-        return list(wrong_far_away(subject, subject.batch(case.mla)))
+        return list(wrong_far_away(subject, subject.batch(case.mla), case.id))
