@@ -204,9 +204,13 @@ def _tokens(
     start = 0
     for request, (new, length) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         real = torch.randn(length, case.head_size, generator=generator)
+        if case.low_logits:
+            real[:, case.kv_lora_rank] = -200.0 / (32.0 * case.softmax_scale)
         held = _fill(case, plan, request, real.to(case.dtype), cache)
         stop = start + new
         query[start:stop] = torch.randn(new, case.num_heads, case.qk_head_dim, generator=generator)
+        if case.low_logits:
+            query[start:stop, :, case.qk_nope_head_dim] = 32.0
         own = held[max(length - new, 0) :]
         rows[stop - len(own) : stop] = own
         start = stop

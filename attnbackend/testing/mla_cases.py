@@ -43,6 +43,8 @@ class MLACase:
     scale: float | None = None
     """None is (qk_nope_head_dim + qk_rope_head_dim) ** -0.5."""
     k_scale: float | None = None
+    low_logits: bool = False
+    """All logits are lower by 200, which changes no weight: exp(-200) is 0 in float32."""
     new_tokens_written: bool = True
     seed: int = 0
 

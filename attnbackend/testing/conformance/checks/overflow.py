@@ -109,7 +109,7 @@ def _moved(batch: Batch, stride: int, shift: int) -> Batch:
     far = storage.view(near.dtype).as_strided((blocks, *near.shape[1:]), strides)
     copy_bits(far[:1], near[:1])
     copy_bits(far[shift:], near)
-    table, slots = batch.block_table, batch.slot_mapping
+    table, slots = moved.block_table, moved.slot_mapping
     there: Batch = replace(
         moved, kv_cache=far, kv_buffer=far.unsqueeze(1),
         block_table=torch.where(table > 0, table + shift, table),

@@ -22,8 +22,8 @@ class StateAudit(Check):
     def cases(self, generate: CaseGenerator) -> Iterator[ConformanceCase]:
         yield from generate.some(
             ("plain", MIXED), ("no_lse", ONE_REQUEST), ("everything", PADDED), ("hnd", DECODE),
-            ("layers_interleaved", DECODE), ("strided_tensors", MIXED), (generate.scaled_cache, DECODE), ("ranges", MIXED),
-            ("encoder_only", PADDED), ("cross", MIXED), new_tokens_written=False,
+            ("layers_interleaved", DECODE), ("strided_tensors", MIXED), (generate.scaled_cache, DECODE),
+            ("ranges", MIXED), ("encoder_only", PADDED), ("cross", MIXED), new_tokens_written=False,
         )  # fmt: skip
 
     def run(self, subject: Subject, case: ConformanceCase) -> Sequence[str]:

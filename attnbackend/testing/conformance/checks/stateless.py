@@ -38,8 +38,8 @@ class Stateless(Check):
         further = () if generate.quick else (*_FURTHER, *per_head)
         for feature in dict.fromkeys((*_FEATURES, generate.scaled_cache, *further)):
             one = MIXED if feature in ("plain", "ranges") else DECODE
-            batches = (one,) if generate.quick else (DECODE, MIXED)
-            batches += (UNEVEN_DECODE,) if feature == "plain" else ()
+            batches = [one] if generate.quick else [DECODE, MIXED]
+            batches += [UNEVEN_DECODE] if feature == "plain" else []
             written = feature == "cross"  # no call of the writer adds to an encoder's keys
             yield from generate.some(*((feature, batch) for batch in batches), new_tokens_written=written)
         if generate.backend.supports_query_scale:

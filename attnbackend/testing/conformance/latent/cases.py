@@ -46,7 +46,7 @@ class LatentCases:
         fixed: dict[str, Feature] = {
             "plain": ("plain", {}),
             "another_scale": ("plain", {"scale": 0.3}),
-            "large_logits": ("plain", {"scale": 24.0}),
+            "low_logits": ("plain", {"low_logits": True}),
             "no_lse": ("plain", {"lse": False}),
             "one_head": ("heads", {"num_heads": 1}),
             "heads_of_20": ("heads", {"num_heads": 20}),
@@ -76,7 +76,9 @@ class LatentCases:
                     scaled = "" if scale is None else "_scaled"
                     yield f"cache_{name}{scaled}", ("kv_cache_dtype", self._cached_as(name, scale))
         if self.backend.supports_kv_cache_dtype("fp8"):
-            yield "sizes_of_8_cache_fp8", ("head sizes", self._cached_as("fp8", 0.25) | _SIZES_OF_8)
+            fp8 = self._cached_as("fp8", 0.25)
+            yield "sizes_of_8_cache_fp8", ("head sizes", fp8 | _SIZES_OF_8)
+            yield "layers_interleaved_cache_fp8", ("memory", fp8 | {"num_layers": 3})
 
     def _cached_as(self, name: str, scale: float | None) -> dict[str, Any]:
         own: dict[str, Any] = {"kv_cache_dtype": name, "k_scale": scale}

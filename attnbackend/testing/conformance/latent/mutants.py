@@ -23,6 +23,7 @@ from attnbackend.impl import MLATensors
 from attnbackend.metadata import CommonAttentionMetadata
 from attnbackend.mla_metadata import MLAMetadata, MLAPrefillMetadata
 from attnbackend.testing.conformance.latent.mutant import LatentMutant
+from attnbackend.testing.conformance.latent.range_mutants import LATENT_RANGE_MUTANTS
 from attnbackend.testing.conformance.latent.state_mutants import LATENT_STATE_MUTANTS
 from attnbackend.types import LSEBase
 
@@ -342,7 +343,7 @@ _ALL = (
         "decodes_without_scale", "float8 rows are read without their scale in decodes", "stateless",
         _DecodesWithoutScale,
     ),
-    *LATENT_STATE_MUTANTS,
+    *LATENT_STATE_MUTANTS, *LATENT_RANGE_MUTANTS,
 )  # fmt: skip
 LATENT_MUTANTS: dict[str, LatentMutant] = {m.name: m for m in _ALL}
 """By name."""

@@ -8,6 +8,7 @@ from attnbackend.testing.conformance.mutants.kinds import KIND_MUTANTS
 from attnbackend.testing.conformance.mutants.memories import MEMORY_MUTANTS
 from attnbackend.testing.conformance.mutants.mutant import Mutant
 from attnbackend.testing.conformance.mutants.paths import PATH_MUTANTS
+from attnbackend.testing.conformance.mutants.ranges import RANGE_MUTANTS
 from attnbackend.testing.conformance.mutants.states import STATE_MUTANTS
 from attnbackend.testing.conformance.mutants.writers import WRITER_MUTANTS
 
@@ -15,7 +16,7 @@ __all__ = ["MUTANTS", "Mutant"]
 
 _ALL = (
     *KERNEL_MUTANTS, *KIND_MUTANTS, *WRITER_MUTANTS, *STATE_MUTANTS, *MEMORY_MUTANTS, *PATH_MUTANTS,
-    *ASSUMPTION_MUTANTS,
+    *ASSUMPTION_MUTANTS, *RANGE_MUTANTS,
 )  # fmt: skip
 MUTANTS: dict[str, Mutant] = {m.name: m for m in _ALL}
 """By name."""

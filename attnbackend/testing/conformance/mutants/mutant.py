@@ -24,7 +24,7 @@ class Mutant:
     impl: type[HonestImpl] = HonestImpl
     builder: type[HonestBuilder] = HonestBuilder
     shown_by: str | None = None
-    """Cases of a full run that show it, as a pattern; None: a quick run does."""
+    """The case of a quick run that shows it, or a pattern of cases of a full run; None: a quick run does."""
     claims: dict[str, Any] = field(default_factory=dict, hash=False)
     """Class attributes over those of the honest backend."""
 
