@@ -55,9 +55,9 @@ class StaleSplits(HonestImpl):
     def places(self, batch: CommonAttentionMetadata, num_tokens: int) -> Places:
         now_R, last_R = (batch.seq_lens + 511) // 512, self.splits_R
         at = super().places(batch, num_tokens)
-        same = last_R is not None and last_R.shape == now_R.shape
-        self.stale_T = (last_R > now_R if same else now_R < 0)[at.row_T]
-        self.splits_R = now_R
+        if last_R is None or last_R.shape != now_R.shape:
+            last_R = now_R
+        self.splits_R, self.stale_T = now_R, (last_R > now_R)[at.row_T]
         return at
 
     def logits(self, q_THD: Tensor, k_TLKD: Tensor) -> Tensor:
