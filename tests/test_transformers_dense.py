@@ -194,7 +194,7 @@ def test_a_served_model_goes_on_working_by_itself(
 def test_engines_of_one_model_do_not_share_what_they_compiled(
     monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
 ) -> None:  # fmt: skip
-    """Five engines of two graphs each stay within Dynamo's recompile limit; an eager one compiles nothing."""
+    """Five engines of three graphs each stay within Dynamo's recompile limit; an eager one compiles none."""
     require("CPU_ATTN", device_type="cpu")
     monkeypatch.setattr(integration, "make_compiler", partial(make_compiler, compiler="aot_eager"))
     model, params = make_model("llama"), SamplingParams(max_tokens=3, ignore_eos=True)
@@ -204,11 +204,13 @@ def test_engines_of_one_model_do_not_share_what_they_compiled(
         compiler = engine.runner.model.compiler  # type: ignore[attr-defined]
         warm = compiler.num_graphs
         answers.append(engine.generate([[5, 6, 7]], params)[0].token_ids)
-        assert compiler.num_graphs == warm == 2
+        assert compiler.num_graphs == warm == 3
+        picks = [r for r in compiler.reports if r.pass_name == "pick_rows_early" and r.changes]
+        assert len(picks) == 1, "prompts have a graph of the last layer"
     eager = make_engine(model, backend="TORCH_SDPA", compile=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert all(answer == eager.generate([[5, 6, 7]], params)[0].token_ids for answer in answers)
-    assert compiler.num_graphs == 2
+    assert compiler.num_graphs == 3
     with pytest.raises(RuntimeError, match=r"given to another engine since; make a new Engine"):
         engine.generate([[5, 6, 7]], params)
 

@@ -12,6 +12,7 @@ from attnbackend.fx_passes.fuse_rope import FuseRopeCacheWrite
 from attnbackend.fx_passes.graph_text import graph_text
 from attnbackend.fx_passes.merge_linears import MergeLinears
 from attnbackend.fx_passes.pass_manager import PassManager
+from attnbackend.fx_passes.pick_rows_early import PickRowsEarly
 from attnbackend.fx_passes.plugins import installed_passes
 from attnbackend.fx_passes.quantize_queries import QuantizeQueries
 from attnbackend.fx_passes.recognise_attention import PagedState, RecogniseAttention
@@ -37,6 +38,7 @@ __all__ = [
     "PassConfig",
     "PassManager",
     "PassReport",
+    "PickRowsEarly",
     "QuantizeQueries",
     "RecogniseAttention",
     "RemoveNoOps",

@@ -58,15 +58,14 @@ def emit(graph: Graph, target: Any, *args: Any, like: Node, **kwargs: Any) -> No
     return node
 
 
-def emit_again(graph: Graph, node: Node, source: Node) -> Node:
-    """The call that ``node`` is, of ``source`` instead of its first argument."""
-    copy = graph.node_copy(node, lambda n: n)
-    copy.args = (source, *node.args[1:])
+def emit_again(graph: Graph, node: Node, others: Mapping[Node, Node]) -> Node:
+    """The call that ``node`` is, of ``others`` in the places of some of its arguments."""
+    copy = graph.node_copy(node, lambda n: others.get(n, n))
     key = "val" if "val" in node.meta else "example_value"
     args: Any = map_arg(copy.args, lambda n: n.meta[key])
     kwargs: Any = map_arg(copy.kwargs, lambda n: n.meta[key])
     target: Any = getattr(type(args[0]), str(node.target)) if node.op == "call_method" else node.target
-    with fake_mode_of(args):
+    with fake_mode_of(args, kwargs):
         copy.meta = {**node.meta, key: target(*args, **kwargs)}
     return copy
 

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
 from attnbackend.fx_passes.edits import emit, emit_again, remove_unused
-from attnbackend.fx_passes.forms import ASSERTION, NoMatch, name_of, shape_of
+from attnbackend.fx_passes.forms import ASSERTION, NoMatch, first, name_of, shape_of
 from attnbackend.fx_passes.memory import Memory
 from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
 from attnbackend.fx_passes.quantization_forms import Quantization, match_quantization
@@ -158,7 +158,7 @@ def _fuse(graph: Graph, op: OpNode, found: Quantization) -> Change:
     result = output
     with graph.inserting_before(found.end):
         for view in found.views:
-            result = emit_again(graph, view, result)
+            result = emit_again(graph, view, {first(view): result})
     found.end.replace_all_uses_with(result)
     remove_unused(graph, steps)
     what = f"scales of {found.group} elements" if found.group else "division"

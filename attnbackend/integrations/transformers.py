@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,15 +22,22 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnbackend._torch_compat import compiled_call, run_module, set_compiled_call, with_own_code
 from attnbackend.compiler import make_compiler
-from attnbackend.forward_context import get_forward_context
 from attnbackend.fx_passes import (
     FuseLatentRopeCacheWrite,
     FuseRopeCacheWrite,
     GraphPass,
     MergeLinears,
+    PickRowsEarly,
     SelectBackend,
 )
 from attnbackend.host_memory import keep_freed_memory, move_to_huge_pages
+from attnbackend.integrations.compiled_layers import (
+    CompiledEnd,
+    CompiledLayer,
+    LastLayer,
+    run_and_pick,
+    why_not_picked,
+)
 from attnbackend.integrations.dense_cache import attend_dense
 from attnbackend.integrations.dense_masks import (
     ATTN_IMPLEMENTATION,
@@ -173,6 +180,9 @@ class TransformersModel:
         """Groups of linear layers whose weights were laid together, see `merge_linears`."""
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
         self._cache_argument = _cache_argument(model)
+        self._last: LastLayer | None = None
+        self.why_not_picked: str | None = "not compiled"
+        """Why the last layer computes all tokens, and not only those whose logits are wanted; None: those."""
         try:
             recorder = _record_layers(self)
         except Exception as error:
@@ -222,24 +232,37 @@ class TransformersModel:
         passes: list[GraphPass] = [SelectBackend(backend), *self._passes]
         if self.num_merged:
             passes.append(MergeLinears())
-        self.compiler = make_compiler(backend, passes=passes, in_pieces=in_pieces)
-        runs: dict[Any, Callable[..., Any]] = {}
-        for layer in _decoder_layers(self._modules, self.model):
+        self.compiler = make_compiler(backend, passes=[*passes, PickRowsEarly()], in_pieces=in_pieces)
+        layers, runs = _decoder_layers(self._modules, self.model), {}
+        self.why_not_picked = why_not_picked(layers, self._logits_of, self.device)
+        for layer in layers:
             kind = self._kind_of(layer)
             if kind not in runs:
-                runs[kind] = torch.compile(
-                    with_own_code(run_module), backend=self.compiler, dynamic=True, fullgraph=True,
-                    options={"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe},
-                )  # fmt: skip
-            set_compiled_call(layer, _CompiledLayer(runs[kind], layer))
+                runs[kind] = self._compiled(run_module)
+            set_compiled_call(layer, CompiledLayer(runs[kind], layer))
+        if self.why_not_picked is None:
+            self._last = LastLayer(runs[kind], layers[-1], self._compiled(run_and_pick))
+            set_compiled_call(layers[-1], self._last)
         if self.device.type == "cuda":
             self.compile_ends()
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(
+            with_own_code(function), backend=self.compiler, dynamic=True, fullgraph=True,
+            options={"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe},
+        )  # fmt: skip
+
+    def _logits_of(self, tokens_T: Tensor, rows_R: Tensor | None) -> Tensor:
+        """Of layers that want no batch."""
+        positions_T = torch.arange(len(tokens_T), device=self.device)
+        logits_RV: Tensor = self._run(tokens_T, positions_T, rows_R, None).logits[0]
+        return logits_RV
 
     def compile_ends(self, compiler: str | Callable[..., Any] = "inductor") -> None:
         """Compiles the norm behind the layers and the rotary angles before them, each a kernel then."""
         for module in _ends(_decoder_layers(self._modules, self.model), self.model):
             run = torch.compile(with_own_code(run_module), backend=compiler, dynamic=True)
-            set_compiled_call(module, _CompiledEnd(run, module))
+            set_compiled_call(module, CompiledEnd(run, module))
 
     def _kind_of(self, layer: nn.Module) -> tuple[Any, ...]:
         """Layers of a kind compile alike; Dynamo counts recompilations for each kind by itself."""
@@ -269,10 +292,18 @@ class TransformersModel:
         self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, batch: BatchTensors
     ) -> Any:  # fmt: skip
         """What the model returns for a batch, with the caches that its attention modules hold."""
+        if self._last is None:
+            return self._run(input_ids, positions, logits_indices, batch)
+        with self._last.picking(logits_indices, len(input_ids)) as rest:
+            return self._run(input_ids, positions, rest, batch)
+
+    def _run(
+        self, input_ids: Tensor, positions: Tensor, rows_R: Tensor | None, batch: BatchTensors | None
+    ) -> Any:
         stand_in = {self._cache_argument: _Positions(positions)} if self._cache_argument else {}
         return self.model(
             input_ids=input_ids[None], position_ids=positions[None], attention_mask=self._no_mask,
-            use_cache=False, logits_to_keep=logits_indices, **{BATCH: batch}, **stand_in,
+            use_cache=False, logits_to_keep=0 if rows_R is None else rows_R, **{BATCH: batch}, **stand_in,
         )  # fmt: skip
 
 
@@ -298,28 +329,6 @@ def _cache_argument(model: nn.Module) -> str | None:
     return "cache" if "cache" in names else "past_key_values"
 
 
-@dataclass(frozen=True)
-class _CompiledLayer:
-    """Called in a layer's place: compiled in served batches, as it is when the model is used by itself."""
-
-    run: Callable[..., Any]
-    layer: nn.Module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.run if self._is_served(kwargs) else run_module
-        return run(self.layer, *args, **kwargs)
-
-    def _is_served(self, kwargs: Mapping[str, Any]) -> bool:
-        return isinstance(kwargs.get(BATCH), BatchTensors)
-
-
-class _CompiledEnd(_CompiledLayer):
-    """The same for a module that is not told about the batch."""
-
-    def _is_served(self, kwargs: Mapping[str, Any]) -> bool:
-        return get_forward_context() is not None
-
-
 def _release(model: nn.Module, owner: object = None) -> None:
     """Takes what the engine ``owner`` put into the model out of it; None: whichever engine did."""
     if owner not in (None, model.__dict__.get(_OWNER)):
@@ -330,7 +339,7 @@ def _release(model: nn.Module, owner: object = None) -> None:
         for name in (BOUND, CHUNK):
             if hasattr(module, name):
                 delattr(module, name)
-        if isinstance(compiled_call(module), _CompiledLayer):
+        if isinstance(compiled_call(module), CompiledLayer):
             set_compiled_call(module, None)
     give_back_linears(model)
 

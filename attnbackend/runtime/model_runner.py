@@ -39,7 +39,6 @@ from attnbackend.layers.paged import BoundLayer
 from attnbackend.metadata import AttentionMetadataBuilder, BatchLimits, CommonAttentionMetadata
 from attnbackend.platforms import as_current, free_memory
 from attnbackend.runtime.advance_decodes import advance_decodes
-from attnbackend.runtime.engine_arguments import require_flag, require_name, require_whole
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.sampler import take_largest
 from attnbackend.runtime.served_model import AttentionLayer, ServedModel
@@ -72,17 +71,6 @@ class RunnerOptions:
     """Speculative tokens a decode."""
     graphs: GraphOptions = field(default_factory=GraphOptions)
 
-    def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
-            require_whole(name, getattr(self, name))
-        for name in ("num_blocks", "max_model_len"):
-            if getattr(self, name) is not None:
-                require_whole(name, getattr(self, name))
-        if self.backend is not None:
-            require_name("backend", self.backend, "TORCH_SDPA")
-        require_name("kv_cache_dtype", self.kv_cache_dtype, "bfloat16")
-        require_flag("compile", self.compile)
-
 
 @dataclass(frozen=True)
 class LayerGroup:
@@ -108,7 +96,7 @@ def build_runner(model: Any, **options: Any) -> ModelRunner:
         ValueError: a value that the model, a backend or the device cannot serve.
         TypeError: the model is neither, or an option is unknown.
     """
-    chosen, adapter = RunnerOptions(**options), None
+    adapter = None
     if not all(
         hasattr(model, name) for name in ("attention_layers", "bind", "forward", "compile", "vocab_size")
     ):
@@ -117,7 +105,7 @@ def build_runner(model: Any, **options: Any) -> ModelRunner:
         model = adapter = TransformersModel(model)
     try:
         with as_current(model.device):
-            return ModelRunner(model, chosen)
+            return ModelRunner(model, RunnerOptions(**options))
     except BaseException:
         if adapter is not None:
             adapter.give_back()
@@ -187,13 +175,13 @@ class ModelRunner:
             self.graphs.capture(padding)
 
     def warm_up(self) -> None:
-        """Compiles what serving will need: a graph for many tokens and one for a single token.
+        """Compiles what serving will need: graphs for many tokens, few or all of them wanted, and for one.
 
         Latent attention has a graph of its own for many tokens of as many requests.
         """
         most = self.options.max_num_batched_tokens
         with no_duck_shapes():
-            for tokens in (min(_TUNED_TOKENS if self.device.type == "cuda" else 2, most), 1):
+            for tokens in (min(_TUNED_TOKENS if self.device.type == "cuda" else 8, most), min(2, most), 1):
                 self.execute(self._padding_batch(tokens))
             if self._has_latents and self.options.max_num_seqs > 1:
                 self.execute(self._padding_batch(min(2, most), num_reqs=min(2, most)))
@@ -371,6 +359,8 @@ def _check_options(model: ServedModel, options: RunnerOptions) -> None:
             raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
     if options.num_blocks is not None and options.num_blocks < 2:
         raise ValueError(f"num_blocks={options.num_blocks} must be at least 2, since block 0 is reserved")
+    if not isinstance(options.kv_cache_dtype, str):
+        raise TypeError(f"kv_cache_dtype={options.kv_cache_dtype!r} must be a name, such as 'bfloat16'")
     longest = options.max_model_len
     if longest is not None and not 1 <= longest <= model.max_model_len:
         raise ValueError(

@@ -1,0 +1,121 @@
+"""`PickRowsEarly`: what is picked at the end of a computation is picked before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport
+from attnbackend.fx_passes.edits import emit, emit_again
+from attnbackend.fx_passes.forms import NoMatch, argument, first, has_layout_of, name_of, shape_of
+from attnbackend.fx_passes.nodes import may_write, tensor_of
+from attnbackend.fx_passes.row_forms import RESHAPES, row_sources
+
+__all__ = ["PickRowsEarly"]
+
+aten = torch.ops.aten
+
+
+class PickRowsEarly(GraphPass):
+    """Moves an ``index_select`` that is returned to what its source is computed of, row by row.
+
+    Behind a model's last attention, everything is needed for the tokens alone whose logits are wanted:
+    projections, norms and the MLP then run on those. It pays where fewer rows are picked than there
+    are, which a graph does not tell: run it on graphs of which you know it.
+
+    It moves past what computes each row of its result of the same row of its inputs, and stops, with the
+    reason, at what somebody else reads, what may mix rows, and the last call that writes memory, which
+    attention is.
+    """
+
+    name = "pick_rows_early"
+
+    def run(self, graph_module: GraphModule) -> PassReport:
+        graph, changes, misses = graph_module.graph, [], []
+        for pick in filter(_is_pick, graph.output_node().all_input_nodes):
+            above = _Above.of(pick)
+            if above.moved:
+                changes.append(_move(graph, pick, above))
+            else:
+                misses.append(NearMiss(pick.name, "earlier pick of rows", tuple(above.stops)))
+        if changes:
+            graph_module.recompile()
+        return PassReport(self.name, tuple(changes), tuple(misses))
+
+
+def _is_pick(node: Node) -> bool:
+    return name_of(node) == "index_select" and len(node.users) == 1 and not may_write(node)
+
+
+@dataclass(frozen=True)
+class _Above:
+    """What of the computation above a pick can be of picked rows alone."""
+
+    dims: dict[Node, int]
+    """What is to be picked of, and of what nothing else is wanted, and which dimension the rows are."""
+    moved: dict[Node, Mapping[Node, int]] = field(default_factory=dict)
+    """The calls that are made of picked rows, the last first, each with what those are picked of."""
+    stops: list[str] = field(default_factory=list)
+    """Why there are no more."""
+
+    @classmethod
+    def of(cls, pick: Node) -> _Above:
+        source = first(pick)
+        found = cls({source: argument(pick, 1, "dim") % len(shape_of(source))})
+        node = pick.prev
+        while node.op != "root" and not may_write(node):
+            if node in found.dims:
+                found._add(node, pick)
+            node = node.prev
+        if node in found.dims or any(wanted < node for wanted in found.dims):
+            found.stops.append(f"{node} writes memory")
+        return found
+
+    def _add(self, node: Node, pick: Node) -> None:
+        dim = self.dims[node]
+        try:
+            self._check_readers(node, pick)
+            sources = row_sources(node, dim)
+            if other := [x for x, d in sources.items() if self.dims.get(x, d) != d]:
+                raise NoMatch(f"rows of {other[0]} are two of its dimensions")
+        except NoMatch as no:
+            self.stops.append(str(no))
+        else:
+            self.moved[node] = sources
+            self.dims.update(sources)
+
+    def _check_readers(self, node: Node, pick: Node) -> None:
+        for user in node.users:
+            if user is not pick and node not in self.moved.get(user, ()):
+                raise NoMatch(f"{user} reads all rows of {node}")
+
+
+def _move(graph: Graph, pick: Node, above: _Above) -> Change:
+    rows, last = argument(pick, 2, "index"), first(pick)
+    picked: dict[Node, Node] = {}
+    with graph.inserting_before(pick):
+        for node, sources in reversed(above.moved.items()):
+            for source, dim in sources.items():
+                if source not in picked:
+                    picked[source] = emit(graph, aten.index_select.default, source, dim, rows, like=pick)
+            picked[node] = _again(graph, node, above.dims[node], {x: picked[x] for x in sources})
+        result = picked[last]
+        if not has_layout_of(tensor_of(result), tensor_of(pick)):
+            result = emit(graph, aten.contiguous.default, result, like=pick)
+    pick.replace_all_uses_with(result)
+    made = [node for node in picked if node not in above.moved]
+    for node in (pick, *above.moved):
+        graph.erase_node(node)
+    names = ", ".join(node.name for node in made)
+    return Change(pick.name, f"of {last}", f"of {names}", f"{len(above.moved)} calls go row by row")
+
+
+def _again(graph: Graph, node: Node, dim: int, picked: Mapping[Node, Node]) -> Node:
+    if name_of(node) not in RESHAPES:
+        return emit_again(graph, node, picked)
+    sizes = [*shape_of(node)]
+    sizes[dim] = -1
+    return emit(graph, aten.reshape.default, picked[first(node)], sizes, like=node)
