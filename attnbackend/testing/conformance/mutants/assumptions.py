@@ -220,12 +220,16 @@ ASSUMPTION_MUTANTS = (
     ),
     on_path("many_kv_heads", "for more than 8 key-value heads", lambda c: c.params.num_kv_heads > 8),
     on_path(
-        "heads_of_96", "for head sizes that are a multiple of 96", lambda c: c.params.head_size % 96 == 0
+        "heads_of_96", "for head sizes that are a multiple of 96", lambda c: c.params.head_size % 96 == 0,
+        shown_by="head_size_96-mixed",
     ),
-    on_path("pages_beyond_64", "for pages of more than 64 tokens", lambda c: c.params.block_size > 64),
+    on_path(
+        "pages_beyond_64", "for pages of more than 64 tokens", lambda c: c.params.block_size > 64,
+        shown_by="block_size_128-mixed",
+    ),
     on_path(
         "odd_heads", "for head sizes that are no multiple of 16, but for 8",
-        lambda c: c.params.head_size > 8 and c.params.head_size % 16 > 0,
+        lambda c: c.params.head_size > 8 and c.params.head_size % 16 > 0, shown_by="head_size_24-mixed",
     ),
     on_path("many_requests", "for batches of more than 128 requests", lambda c: len(c.batch.seq_lens) > 128),
     on_path(
@@ -244,13 +248,26 @@ ASSUMPTION_MUTANTS = (
         "decodes_without_value_scale", "v_scale is not applied in decodes", "stateless",
         DecodesWithoutValueScale,
     ),
-    Mutant("key_read_as_value", "keys have the strides of values", "numerics", KeyReadAsValue),
-    Mutant("key_written_as_value", "keys have the strides of values", "cache_writes", KeyWrittenAsValue),
-    Mutant("scale_of_powers_of_two", "scales are rounded to powers of 2", "numerics", ScaleOfPowersOfTwo),
-    Mutant("scale_in_half", "scales are rounded to bfloat16", "numerics", ScaleInHalf),
-    Mutant("stops_at_empty_range", "ranges behind an empty one are not read", "numerics", StopsAtEmptyRange),
     Mutant(
-        "narrow_sinks_overlooked", "sinks in the model's type are ignored", "numerics", NarrowSinksOverlooked
+        "key_read_as_value", "keys have the strides of values", "numerics", KeyReadAsValue,
+        shown_by="encoder_strided-mixed",
+    ),
+    Mutant("key_written_as_value", "keys have the strides of values", "cache_writes", KeyWrittenAsValue),
+    Mutant(
+        "scale_of_powers_of_two", "scales are rounded to powers of 2", "numerics", ScaleOfPowersOfTwo,
+        shown_by="cache_fp8_odd_scales-mixed",
+    ),
+    Mutant(
+        "scale_in_half", "scales are rounded to bfloat16", "numerics", ScaleInHalf,
+        shown_by="cache_fp8_odd_scales-mixed",
+    ),
+    Mutant(
+        "stops_at_empty_range", "ranges behind an empty one are not read", "numerics", StopsAtEmptyRange,
+        shown_by="ranges-mixed",
+    ),
+    Mutant(
+        "narrow_sinks_overlooked", "sinks in the model's type are ignored", "numerics", NarrowSinksOverlooked,
+        shown_by="sinks_of_the_model-mixed",
     ),
     Mutant("tail_of_one_tile", "64 padding tokens are written, not all", "padding", TailOfOneTile),
     Mutant("drops_light_keys", "keys of little weight are skipped", "numerics", DropsLightKeys),

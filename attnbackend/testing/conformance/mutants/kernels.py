@@ -282,7 +282,10 @@ class RoundsProbabilities(HonestImpl):
 
 
 KERNEL_MUTANTS = (
-    Mutant("window_too_wide", "a sliding window of one key more", "numerics", WindowTooWide),
+    Mutant(
+        "window_too_wide", "a sliding window of one key more", "numerics", WindowTooWide,
+        shown_by="window-mixed",
+    ),
     Mutant("window_too_narrow", "a sliding window of one key less", "numerics", WindowTooNarrow),
     Mutant("window_ignored", "no sliding window at all", "numerics", WindowIgnored),
     Mutant(
@@ -305,16 +308,26 @@ KERNEL_MUTANTS = (
     ),
     Mutant("top_left", "causality is aligned to the first key", "numerics", TopLeft),
     Mutant("always_causal", "causal=False is ignored", "numerics", AlwaysCausal),
-    Mutant("key_scale_twice", "k_scale is applied twice", "numerics", KeyScaleTwice),
-    Mutant("value_scale_ignored", "v_scale is not applied", "numerics", ValueScaleIgnored),
     Mutant(
-        "first_heads_scale", "all heads are scaled by the first head's scale", "numerics", FirstHeadsScale
+        "key_scale_twice", "k_scale is applied twice", "numerics", KeyScaleTwice,
+        shown_by="dtype_float32_cache_fp8-mixed",
+    ),
+    Mutant(
+        "value_scale_ignored", "v_scale is not applied", "numerics", ValueScaleIgnored,
+        shown_by="dtype_float32_cache_fp8-mixed",
+    ),
+    Mutant(
+        "first_heads_scale", "all heads are scaled by the first head's scale", "numerics", FirstHeadsScale,
+        shown_by="cache_fp8_per_head_scales-mixed",
     ),
     Mutant("query_scale_ignored", "q_scale is not applied", "scales", QueryScaleIgnored),
     Mutant(
         "output_scale_inverted", "the output is multiplied by output_scale", "scales", OutputScaleInverted
     ),
-    Mutant("hnd_read_as_nhd", "strides within a page are taken from its shape", "numerics", HNDReadAsNHD),
+    Mutant(
+        "hnd_read_as_nhd", "strides within a page are taken from its shape", "numerics", HNDReadAsNHD,
+        shown_by="everything_strided-mixed",
+    ),
     Mutant("dense_blocks", "the stride between blocks is taken from the shape", "numerics", DenseBlocks),
     Mutant(
         "other_layout_misread", "HND is not claimed, not refused and read as NHD", "refusal", HNDReadAsNHD,
@@ -326,7 +339,10 @@ KERNEL_MUTANTS = (
     ),
     Mutant("needs_key", "a call without key and value fails", "cross_reading", NeedsKey),
     Mutant("offsets_in_32_bits", "cache offsets wrap at 2**31, unclaimed", "overflow", Offsets32),
-    Mutant("sixteen_at_a_time", "claims head sizes whose end it does not read", "numerics", SixteenAtATime),
+    Mutant(
+        "sixteen_at_a_time", "claims head sizes whose end it does not read", "numerics", SixteenAtATime,
+        shown_by="head_size_8-mixed",
+    ),
     Mutant("reads_new_tokens_only", "the context in the cache is not read", "numerics", ReadsNewTokensOnly),
     Mutant(
         "empty_rows_unwritten", "output of requests without keys is left as it is", "padding",

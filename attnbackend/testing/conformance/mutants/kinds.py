@@ -120,20 +120,26 @@ KIND_MUTANTS = (
     ),
     Mutant(
         "ranges_of_the_first_request", "all requests have the first one's ranges", "numerics",
-        RangesOfTheFirstRequest,
+        RangesOfTheFirstRequest, shown_by="ranges-mixed",
     ),
     Mutant(
         "encoder_window_one_sided", "an encoder's window has no right side", "numerics",
-        EncoderWindowOneSided,
+        EncoderWindowOneSided, shown_by="encoder_window-mixed",
     ),
     Mutant(
         "encoder_sees_the_whole_batch", "an encoder reads the batch from its first row", "numerics",
-        EncoderSeesTheWholeBatch,
+        EncoderSeesTheWholeBatch, shown_by="encoder_only-mixed",
     ),
-    Mutant("encoder_is_causal", "an encoder is causal whatever is asked", "numerics", EncoderIsCausal),
+    Mutant(
+        "encoder_is_causal", "an encoder is causal whatever is asked", "numerics", EncoderIsCausal,
+        shown_by="encoder_only-mixed",
+    ),
     Mutant(
         "cross_reads_its_queries_length", "cross attention reads as many keys as there are queries",
-        "numerics", CrossReadsItsQueriesLength,
+        "numerics", CrossReadsItsQueriesLength, shown_by="cross-mixed",
     ),
-    Mutant("alibi_one_sided", "alibi favours keys ahead where they are seen", "numerics", AlibiOneSided),
+    Mutant(
+        "alibi_one_sided", "alibi favours keys ahead where they are seen", "numerics", AlibiOneSided,
+        shown_by="not_causal_alibi-mixed",
+    ),
 )  # fmt: skip

@@ -191,11 +191,13 @@ PATH_MUTANTS = (
         "wide_window_of_a_decode",
         "in decodes with a window wider than a page",
         lambda c: c.is_decode and c.window > c.params.block_size,
+        shown_by="window_far-uneven_decode",
     ),
     on_path(
         "wide_window_of_a_prompt",
         "in prompts with a window wider than a page",
         lambda c: not c.is_decode and c.params.block_size < c.window < c.longest,
+        shown_by="window_over_pages-mixed",
     ),
     on_path(
         "window_from_a_page_border",
@@ -203,6 +205,7 @@ PATH_MUTANTS = (
         lambda c: (
             (c.at.seq_len_T > (c.window or 10**9)) & ((c.at.seq_len_T - c.window) % c.params.block_size == 0)
         ),
+        shown_by="window_edge-many_requests",
     ),
     on_path(
         "window_filled",
@@ -243,10 +246,16 @@ PATH_MUTANTS = (
         "alibi-*",
     ),
     on_path(
-        "far_cap", "under a soft-cap beyond 512 keys", lambda c: c.params.logits_soft_cap and c.longest > 512
+        "far_cap",
+        "under a soft-cap beyond 512 keys",
+        lambda c: c.params.logits_soft_cap and c.longest > 512,
+        shown_by="everything-long_context",
     ),
     on_path(
-        "far_window", "under a window beyond 512 keys", lambda c: c.window > 512 and c.longest > c.window
+        "far_window",
+        "under a window beyond 512 keys",
+        lambda c: c.window > 512 and c.longest > c.window,
+        shown_by="window_far-long_context",
     ),
     on_path(
         "far_fp8",
@@ -358,6 +367,7 @@ PATH_MUTANTS = (
         "the row stride of the block table is taken from its shape",
         "numerics",
         TableReadAsDense,
+        shown_by="strided_tensors-mixed",
     ),
     Mutant(
         "query_read_as_dense",

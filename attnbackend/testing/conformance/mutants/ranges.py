@@ -159,6 +159,6 @@ RANGE_MUTANTS = (
     ),
     Mutant(
         "asks_for_scale_of_halves", "16 bits alone; waits for the scale of a float8 cache", "host_sync",
-        AsksForScale, claims=_HALF,
+        AsksForScale, claims=_HALF, shown_by="dtype_float16_cache_fp8-decode",
     ),
 )  # fmt: skip

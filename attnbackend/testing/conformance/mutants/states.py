@@ -216,6 +216,6 @@ STATE_MUTANTS = (
     ),
     Mutant(
         "refuses_what_it_claims", "sinks are claimed and refused", "numerics",
-        claims={"validate_configuration": _refusing("has_sinks")},
+        claims={"validate_configuration": _refusing("has_sinks")}, shown_by="sinks-mixed",
     ),
 )  # fmt: skip
