@@ -36,7 +36,7 @@ _EXPORTS = {
         "attention", "kv_cache_update", "merge_attn_states", "mla_attention", "mla_kv_cache_update",
         "mla_mixed_attention",
     ),
-    "programs": ("load_package", "load_program"),
+    "programs": ("load_package", "load_program", "save_package"),
     "registry": (
         "AttentionBackendEnum", "MambaAttentionBackendEnum", "backend_names", "clear_override",
         "register_backend", "registry_scope", "resolve_backend",

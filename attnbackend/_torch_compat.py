@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,7 +22,6 @@ __all__ = [
     "add_buffer",
     "add_cache_key",
     "aoti_package",
-    "aoti_round_trip",
     "cache_key",
     "compiled_call",
     "compiler_backend",
@@ -33,6 +32,7 @@ __all__ = [
     "flex_kernel_options",
     "has_avx512_bf16",
     "inductor_code",
+    "inductor_cpp_compiler",
     "inductor_graph_pass",
     "load_aoti_package",
     "makes_sizes",
@@ -241,23 +241,31 @@ def inductor_code(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     return result, "\n".join(codes)
 
 
-def aoti_package(program: torch.export.ExportedProgram, path: str) -> str:
-    """Compiles the program into a package at ``path``, which is returned."""
+def aoti_package(
+    program: torch.export.ExportedProgram, path: str, libraries: Sequence[str], options: Mapping[str, Any]
+) -> str:
+    """Compiles the program, with more libraries linked, into a package at ``path``, which is returned."""
     from torch._inductor import aoti_compile_and_package
+    from torch._inductor import config as inductor
 
-    return aoti_compile_and_package(program, package_path=path)
-
-
-def aoti_round_trip(program: torch.export.ExportedProgram, path: str) -> Callable[..., Any]:
-    """The program compiled into a package at ``path`` and loaded from there."""
-    return load_aoti_package(aoti_package(program, path))
+    name = "aot_inductor.custom_op_libs"
+    given = options.get(name) or inductor.aot_inductor.custom_op_libs or ()
+    links = {name: [*given, *libraries]} if libraries else {}
+    return aoti_compile_and_package(program, package_path=path, inductor_configs={**options, **links})
 
 
 def load_aoti_package(path: str) -> Callable[..., Any]:
-    """A package that `aoti_round_trip` made."""
+    """A package that `aoti_package` made."""
     from torch._inductor import aoti_load_package
 
     return aoti_load_package(path)
+
+
+def inductor_cpp_compiler() -> str:
+    """The C++ compiler that Inductor runs."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
 
 
 def mark_dynamic(x: Tensor, dims: tuple[int, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from model_zoo import EagerReference, make_model
 from program_steps import greedy, prompt_logits
 
 import attnbackend
-from attnbackend._torch_compat import aoti_package, aoti_round_trip
 from attnbackend.fx_passes import (
     FuseRopeCacheWrite,
     PassManager,
@@ -79,14 +79,11 @@ def test_a_program_runs_in_a_process_that_has_no_model(model: Any, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="torch 2.11 with CUDA crashes on loading a CPU's package"
-)
 def test_a_package_of_aotinductor_generates_what_the_model_does(
     model: Any, eager_tokens: list[int], tmp_path: Path
 ) -> None:
     program = export_model(model, backend="CPU_ATTN", max_num_batched_tokens=64)
-    aoti_round_trip(program, str(tmp_path / "model.pt2"))
+    attnbackend.save_package(program, tmp_path / "model.pt2")
     packaged = attnbackend.load_package(tmp_path / "model.pt2")
     caches = ModelStep(model).new_caches(9)
     assert greedy(packaged, PROMPT, NUM_TOKENS, caches) == eager_tokens
@@ -95,7 +92,7 @@ def test_a_package_of_aotinductor_generates_what_the_model_does(
 
 @pytest.mark.gpu
 def test_a_program_and_a_package_on_a_gpu_generate_what_the_model_does(tmp_path: Path) -> None:
-    """The package in a process of its own, as it is served: torch 2.11 can crash where one is loaded."""
+    """The package in a process of its own, as it is served."""
     on_gpu = make_model("llama").to("cuda")
     reference, tokens = EagerReference(on_gpu), list(PROMPT)
     for _ in range(NUM_TOKENS):
@@ -104,7 +101,7 @@ def test_a_program_and_a_package_on_a_gpu_generate_what_the_model_does(tmp_path:
     expected = tokens[len(PROMPT) :]
     program = export_model(on_gpu, backend="TRITON_ATTN", max_num_batched_tokens=64)
     assert greedy(program.module(), PROMPT, NUM_TOKENS, ModelStep(on_gpu).new_caches(9)) == expected
-    aoti_package(program, str(tmp_path / "model.pt2"))
+    attnbackend.save_package(program, tmp_path / "model.pt2")
     torch.save(ModelStep(on_gpu).new_caches(9), tmp_path / "caches.pt")
     code = (
         "import sys, torch, attnbackend\n"
@@ -117,6 +114,13 @@ def test_a_program_and_a_package_on_a_gpu_generate_what_the_model_does(tmp_path:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == str(expected)
+
+
+def test_a_package_with_a_runtime_of_its_own_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "model.pt2", "w") as package:
+        package.writestr("model/wrapper.so", b"\0_ZNSt6locale7classicEv\0libgcc_s.so.1\0")
+    with pytest.raises(ValueError, match=r"wrapper.so in package .*attnbackend.save_package"):
+        attnbackend.load_package(tmp_path / "model.pt2")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3n_text"])

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from attnbackend._torch_compat import aoti_round_trip, reset_compiler
+from attnbackend._torch_compat import load_aoti_package, reset_compiler
+from attnbackend.programs import save_package
 from attnbackend.testing.conformance.base_subject import BaseSubject, Batch
 from attnbackend.testing.conformance.batch_shapes import DECODE, MIXED, PADDED
 from attnbackend.testing.conformance.case import ConformanceCase
@@ -77,4 +78,4 @@ def _saved(program: torch.export.ExportedProgram) -> Callable[..., Any]:
 
 def _packaged(program: torch.export.ExportedProgram) -> Callable[..., Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return aoti_round_trip(program, str(Path(folder) / "step.pt2"))
+        return load_aoti_package(save_package(program, Path(folder) / "step.pt2"))
