@@ -323,6 +323,17 @@ def test_what_keeps_gradients_away_stays() -> None:
     assert torch.equal(x.grad, torch.ones(3))  # type: ignore[arg-type]
 
 
+def test_splits_in_another_grad_mode_are_not_joined() -> None:
+    def parts(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            apart = x.split(2)[0] * 2
+        return apart, x.split(2)[0] * 3
+
+    x = torch.ones(4, requires_grad=True)
+    attnbackend.compile(parts, passes=[RemoveNoOps()], compiler="eager")(x)[1].sum().backward()
+    assert torch.equal(x.grad, torch.tensor([3.0, 3.0, 0.0, 0.0]))  # type: ignore[arg-type]
+
+
 def random_program(seed: int) -> Callable[..., Any]:
     """A few calls on a few tensors: views, copies, sums, writes in place, in any order."""
     choose = random.Random(seed)

@@ -304,6 +304,18 @@ def written_between(x, cos, sin, batch, layer):  # type: ignore[no-untyped-def]
     return attend(q, row, k, layer, batch)
 
 
+def angles_written_late(x, cos, sin, batch, layer):  # type: ignore[no-untyped-def]
+    q, k, row = heads_and_row(x)
+    ops.mla_kv_cache_update(row, rotate(k, cos, sin, interleaved=True), layer.kv_cache, batch.slot_mapping)
+    sin.mul_(2)
+    out = x.new_empty(len(x), H, 32)
+    ops.mla_attention(
+        row[:, None].expand(-1, H, -1).contiguous(), rotate(q, cos[:, None], sin[:, None], interleaved=True),
+        layer.kv_cache, out, *batch[1:], scale=0.2,
+    )  # fmt: skip
+    return out
+
+
 def no_rotation(x, cos, sin, batch, layer):  # type: ignore[no-untyped-def]
     q, k, row = heads_and_row(x)
     return attend(q, row, k, layer, batch)
@@ -322,6 +334,7 @@ REFUSED: dict[Step, str] = {
     turned_back: "is add where sub is looked for",
     read_before_the_write: "is used by",
     written_between: "may write memory",
+    angles_written_late: "may write memory",
     no_rotation: "where cat is looked for",
     no_reader: "no attention reads the cache",
 }

@@ -285,7 +285,21 @@ def norms(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
     return attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, batch)
 
 
-@pytest.mark.parametrize("step", [plain, model_layout, reshaped, spelt_by_name, partial, norms])
+def attend_late(q, k, v, cos, sin, cache, batch, change):  # type: ignore[no-untyped-def]
+    """Queries are rotated once the keys are in the cache, and something is changed."""
+    ops.kv_cache_update(rotate(k, cos, sin), v, cache, batch.slot_mapping)
+    change()
+    q = rotate(q, cos, sin)
+    out = q.new_empty(q.shape)
+    ops.attention(q, None, None, cache, out, *batch[1:], scale=0.2)
+    return out
+
+
+def rotated_late(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    return attend_late(q, k, v, cos, sin, cache, batch, lambda: v.mul_(2))
+
+
+@pytest.mark.parametrize("step", [plain, model_layout, reshaped, spelt_by_name, partial, norms, rotated_late])
 def test_forms_that_are_fused(step: Step) -> None:
     report = check(step, fused=True)
     assert ("2 head norms" in report) == (step is norms)
@@ -444,6 +458,14 @@ def written_between(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped
     return attend(turned_q, turned_k, v, cache, batch)
 
 
+def query_written_late(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    return attend_late(q, k, v, cos, sin, cache, batch, lambda: q[:2].mul_(2))
+
+
+def angles_written_late(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
+    return attend_late(q, k, v, cos, sin, cache, batch, lambda: sin.mul_(2))
+
+
 def no_reader(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
     k = rotate(k, cos, sin)
     ops.kv_cache_update(k, v, cache, batch.slot_mapping)
@@ -482,6 +504,8 @@ REFUSED: dict[Step, str] = {
     scaled_after: "where add is looked for",
     subtracted: "sub is looked for|is sub where add",
     written_between: "may write memory between|is used by",
+    query_written_late: "mul_ may write memory between",
+    angles_written_late: "mul_ may write memory between",
     no_reader: "no attention reads the cache",
     one_angle: "one row for all tokens|differs between heads or requests",
     in_another_type: "where add is looked for",

@@ -331,6 +331,14 @@ def test_heads_repeated_in_turn_keep_their_meaning() -> None:
     check(heads_repeated_in_turn, tensors(kv_heads=K), recognised=True)
 
 
+def test_a_cap_of_zero_is_not_taken_for_none() -> None:
+    def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = 0.0 * torch.tanh(q @ k.transpose(2, 3) / 0.0)
+        return scores.softmax(-1) @ v
+
+    assert "caps by 0.0" in check(capped, [x.abs() for x in tensors()], recognised=False)
+
+
 def test_training_is_left_alone() -> None:
     given = [x.requires_grad_() for x in tensors()]
     compiled: Any = attnbackend.compile(sdpa, passes=[RecogniseAttention()], compiler="aot_eager")
@@ -387,13 +395,14 @@ class TwoLayers(torch.nn.Module):
         self.outs = torch.nn.ModuleList(torch.nn.Linear(H * D, 48) for _ in range(2))
         self.requires_grad_(False)
 
+    def layer(self, x: Tensor, i: int) -> Tensor:
+        heads = self.projections[i](x).unflatten(-1, (-1, D)).transpose(1, 2)
+        q, k, v = heads.split([H, K, K], dim=1)
+        attended = F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), is_causal=True)
+        return x + self.outs[i](attended.transpose(1, 2).flatten(2))
+
     def forward(self, x: Tensor) -> Tensor:
-        for project, out in zip(self.projections, self.outs, strict=True):
-            heads = project(x).unflatten(-1, (-1, D)).transpose(1, 2)
-            q, k, v = heads.split([H, K, K], dim=1)
-            attended = F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), is_causal=True)
-            x = x + out(attended.transpose(1, 2).flatten(2))
-        return x
+        return self.layer(self.layer(x, 0), 1)
 
 
 def paged_state() -> PagedState:
@@ -429,6 +438,19 @@ def test_a_model_without_a_cache_gets_one() -> None:
     torch.testing.assert_close(torch.cat(got, 1), expected, rtol=1e-5, atol=1e-5)
     compiler = compiled.attnbackend_compiler
     assert [len(report.changes) for report in compiler.reports] == [2, 4] * compiler.num_graphs
+
+
+def test_layers_of_two_graphs_do_not_share_a_cache() -> None:
+    class Broken(TwoLayers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x, 0)
+            torch._dynamo.graph_break()
+            return self.layer(x, 1)
+
+    model = Broken()
+    step = attnbackend.compile(model, passes=[RecogniseAttention(paged_state())], compiler="aot_eager")
+    with pytest.raises(Exception, match="kept in the same caches; compile the model in one graph"):
+        step(torch.randn(1, 9, 48))
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def _soft_cap(logits: Any) -> tuple[Any, float]:
         if name_of(inner) == "tanh":
             quotient = _past_dropout(first(inner))
             source, divisor = operands(quotient, _either(quotient, "div", "truediv"))
-            if divisor != cap:
+            if divisor != cap or cap == 0:
                 raise NoMatch(f"{logits} caps by {cap} what was divided by {divisor}")
             return source, abs(float(cap))
     return logits, 0.0

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from attnbackend.backend import AttentionBackend
 from attnbackend.backends.standard import StandardCacheBackend
 from attnbackend.backends.two_phase import TwoPhaseBackend
 from attnbackend.fx_passes.base import Change, NearMiss, PassReport
+from attnbackend.fx_passes.edits import first_write_between
 from attnbackend.fx_passes.forms import NoMatch
+from attnbackend.fx_passes.memory import Memory
 from attnbackend.fx_passes.nodes import OpNode, find_ops
 from attnbackend.ops.library import OpRole, role_of
 
-__all__ = ["fuse_cache_writes", "has_standard_cache", "next_reader"]
+__all__ = ["check_no_write_between", "fuse_cache_writes", "has_standard_cache", "next_reader"]
 
 
 def fuse_cache_writes(
@@ -52,3 +54,16 @@ def next_reader(graph: Graph, write: OpNode, *roles: OpRole) -> OpNode:
                 return op
             break
     raise NoMatch("no attention reads the cache after this write")
+
+
+def check_no_write_between(inner: set[Node], inputs: Iterable[Node], write: Node) -> None:
+    """Raises NoMatch where the calls ``inner``, made at ``write`` instead, could read other values.
+
+    They may come before the write, where whatever may write memory counts, and after it, as rotations of
+    queries do, where it counts if it writes theirs.
+    """
+    between, last = first_write_between(inner, write), max(inner, default=write)
+    if between is None and last > write:
+        between = Memory(write.graph).first_write(write.next, last, [*inner, *inputs])
+    if between is not None:
+        raise NoMatch(f"{between} may write memory between the rotation and the cache write")

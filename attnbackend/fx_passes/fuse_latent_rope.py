@@ -13,11 +13,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from attnbackend.backends.mla.common import MLACommonBackend
 from attnbackend.fx_passes.base import Change, GraphPass, PassReport, Stage
-from attnbackend.fx_passes.cache_writes import fuse_cache_writes, next_reader
+from attnbackend.fx_passes.cache_writes import check_no_write_between, fuse_cache_writes, next_reader
 from attnbackend.fx_passes.edits import (
     emit,
     emit_view,
-    first_write_between,
     made_contiguous,
     nodes_between,
     remove_unused,
@@ -128,8 +127,7 @@ def _check_order(match: _Match) -> None:
     for value in match.inputs:
         if not value < write:
             raise NoMatch(f"{value} comes after the write")
-    if (between := first_write_between(inner, write)) is not None:
-        raise NoMatch(f"{between} may write memory between the rotation and the cache write")
+    check_no_write_between(inner, match.inputs, write)
 
 
 def _fuse(graph: Graph, match: _Match) -> Change:

@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, GraphModule, Node
 
 from attnbackend.fx_passes.base import Change, GraphPass, PassReport, Stage
-from attnbackend.fx_passes.cache_writes import fuse_cache_writes, has_standard_cache, next_reader
+from attnbackend.fx_passes.cache_writes import (
+    check_no_write_between,
+    fuse_cache_writes,
+    has_standard_cache,
+    next_reader,
+)
 from attnbackend.fx_passes.edits import (
     emit,
     emit_view,
-    first_write_between,
     made_contiguous,
     nodes_between,
     remove_unused,
@@ -103,8 +107,7 @@ def _check_order(match: _Match) -> None:
     for value in (*match.query.inputs, *match.key.inputs):
         if not value < write:
             raise NoMatch(f"{value} comes after the write")
-    if (between := first_write_between(inner, write)) is not None:
-        raise NoMatch(f"{between} may write memory between the rotation and the cache write")
+    check_no_write_between(inner, (*match.query.inputs, *match.key.inputs), write)
 
 
 def _inner_nodes(match: _Match) -> set[Node]:

@@ -60,6 +60,10 @@ class RecogniseAttention(GraphPass):
     Left alone, with the reason: masks that are tensors, causal attention from the top left over more keys
     than queries, dropout, head sizes that differ, anything that needs a gradient, a value on the way
     that is written in place.
+
+    Raises:
+        ValueError: in `run`, where a second graph has attention that the first one had not: a model that
+            breaks into graphs would keep several layers in one cache.
     """
 
     name = "recognise_attention"
@@ -67,22 +71,38 @@ class RecogniseAttention(GraphPass):
 
     def __init__(self, paged: PagedState | None = None) -> None:
         self.paged = paged
+        self._places: list[str] = []
+        """Where in the model the attention is that has the caches."""
 
     def run(self, graph_module: GraphModule) -> PassReport:
         changes: list[Change] = []
         misses: list[NearMiss] = []
+        places: list[str] = []
         for node in [n for n in graph_module.graph.nodes if is_candidate(n)]:
             try:
                 form = match_attention(node, graph_module)
                 if not form.takes_pair:
                     _check_writes(graph_module, node, form)
                 how = self._paged(graph_module, form, len(changes)) if self.paged else _dense(form)
+                places.append(_place(node))
                 changes.append(_replace(graph_module.graph, node, form, *how))
             except NoMatch as no:
                 misses.append(NearMiss(node.name, "agnostic attention", (str(no),)))
         if changes:
+            self._claim_caches(places)
             graph_module.recompile()
         return PassReport(self.name, tuple(changes), tuple(misses))
+
+    def _claim_caches(self, places: list[str]) -> None:
+        self._places = self._places or places
+        if self.paged is not None and places != self._places:
+            other = next((p for p in places if p not in self._places), places[-1])
+            raise ValueError(
+                f"the caches of a PagedState are those of one graph's {len(self._places)} attentions, and "
+                "another graph has others, which would be kept in the same caches; compile the model in one "
+                f"graph (fullgraph=True says where it breaks), or give each part a pass and caches of its "
+                f"own. Found: {other}"
+            )
 
     def settings(self) -> dict[str, Any]:
         return {"is_paged": self.paged is not None}
@@ -106,6 +126,12 @@ class RecogniseAttention(GraphPass):
             return out_THD.transpose(0, 1).unsqueeze(0)
 
         return attend, nodes
+
+
+def _place(node: Node) -> str:
+    """Where in the model a node comes from: the same for each graph that is made of the same code."""
+    modules = [value[0] for value in node.meta.get("nn_module_stack", {}).values()]
+    return f"{'; '.join(map(str, modules))}\n{node.meta.get('stack_trace', '')}"
 
 
 def _check_paged(form: AttentionForm, paged: PagedState, place: int) -> None:

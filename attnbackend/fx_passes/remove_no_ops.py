@@ -12,7 +12,7 @@ from attnbackend._torch_compat import same_size
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
 from attnbackend.fx_passes.forms import first, name_of
 from attnbackend.fx_passes.memory import Memory
-from attnbackend.fx_passes.nodes import written_by
+from attnbackend.fx_passes.nodes import may_write, written_by
 
 __all__ = ["RemoveNoOps"]
 
@@ -85,7 +85,7 @@ def _is_same(node: Node, source: Node) -> bool:
 def _join_splits(graph_module: GraphModule) -> Iterator[Change]:
     cuts: dict[Any, Node] = {}
     for node in list(graph_module.graph.nodes):
-        if written_by(node):
+        if may_write(node):
             cuts.clear()
         if name_of(node) not in _SPLITS or not isinstance(first(node), Node):
             continue
