@@ -129,6 +129,35 @@ def test_limits_of_another_type_are_refused(limit: str, value: Any) -> None:
         EngineCore(ToyRunner(), **{limit: value})
 
 
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        *((name, "a whole number") for name in ("block_size", "num_blocks", "max_model_len")),
+        *((name, "a name, such as") for name in ("backend", "kv_cache_dtype")),
+        *((name, "True or False") for name in ("compile", "cudagraph_lazy_capture", "cudagraph_debug")),
+        ("cudagraph_capture_sizes", "a list of sizes"),
+    ],
+)
+def test_options_of_another_type_are_refused_by_name(option: str, wanted: str) -> None:
+    with pytest.raises(TypeError, match=f"{option}=7.5 must be {wanted}"):
+        Engine(None, **{option: 7.5})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["no", 1], ids=repr)
+def test_a_word_is_no_answer_to_yes_or_no(value: Any) -> None:
+    with pytest.raises(TypeError, match=f"async_scheduling={value!r} must be True or False"):
+        EngineCore(ToyRunner(), async_scheduling=value)
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [({"sizes": [1]}, "capture_sizes"), ({"lazy": True}, "lazy_capture"), ({"debug": True}, "debug")],
+)
+def test_what_is_asked_of_graphs_that_are_not_wanted_is_refused(option: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"cudagraph_mode=NONE leaves no graph for cudagraph_{name}:"):
+        GraphOptions(mode=CUDAGraphMode.NONE, **option)
+
+
 def test_end_of_sequence_ids_that_are_no_list_are_refused() -> None:
     with pytest.raises(TypeError, match="eos_token_ids=5 must be a list"):
         EngineCore(ToyRunner(), eos_token_ids=5)  # type: ignore[arg-type]
@@ -173,9 +202,9 @@ def test_engine_passes_every_option_to_the_runner_builder(monkeypatch: pytest.Mo
         "kv_cache_dtype": "fp8",
         "compile": False,
     }
-    graphs = {"cudagraph_mode": "none", "cudagraph_capture_sizes": [1, 2], "cudagraph_lazy_capture": True}
+    graphs = {"cudagraph_mode": "full", "cudagraph_capture_sizes": [1, 2], "cudagraph_lazy_capture": True}
     engine = Engine(model, ByteTokenizer(), **options, **graphs)  # type: ignore[arg-type]
-    assert seen.pop("graphs") == GraphOptions(mode=CUDAGraphMode.NONE, sizes=[1, 2], lazy=True)
+    assert seen.pop("graphs") == GraphOptions(mode=CUDAGraphMode.FULL, sizes=[1, 2], lazy=True)
     assert seen == {"model": model, "num_drafts": 0, **options}
     assert engine.eos_token_ids == {7, 8, 256}
     assert engine.scheduler.max_num_seqs == 3

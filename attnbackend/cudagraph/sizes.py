@@ -32,11 +32,11 @@ def capture_sizes(
     """
     if sizes is None:
         return _up_to(min(max_num_seqs * uniform_query_len, max_num_tokens))
-    wrong = [n for n in sizes if not (isinstance(n, int) and 1 <= n <= max_num_tokens)]
+    wrong = [n for n in sizes if type(n) is not int or not 1 <= n <= max_num_tokens]
     if wrong or not sizes:
         raise ValueError(
-            f"cudagraph_capture_sizes={list(sizes)}: {wrong or 'no size'} is not allowed; each must be in "
-            f"1..{max_num_tokens}, max_num_batched_tokens"
+            f"cudagraph_capture_sizes={list(sizes)}: {wrong or 'no size'} is not allowed; each must be a "
+            f"whole number in 1..{max_num_tokens}, max_num_batched_tokens"
         )
     return tuple(sorted(set(sizes)))
 

@@ -13,6 +13,8 @@ ParamsForPrompts = SamplingParams | Sequence[SamplingParams] | None
 
 
 def check_decodes(num_drafts: int, max_num_batched_tokens: int, async_scheduling: bool | None) -> None:
+    if async_scheduling is not None:
+        require_flag("async_scheduling", async_scheduling)
     if num_drafts and async_scheduling:
         raise ValueError(
             "async_scheduling=True with speculation is not possible: drafts follow from tokens that must be "
@@ -34,9 +36,23 @@ def check_runner(runner: ModelRunner, num_drafts: int) -> None:
         )
 
 
-def require_positive(name: str, value: int) -> None:
+def require_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"Engine: {name}={value!r} must be True or False")
+
+
+def require_name(name: str, value: object, example: str) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"Engine: {name}={value!r} must be a name, such as {example!r}")
+
+
+def require_whole(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"Engine: {name}={value!r} must be a whole number")
+
+
+def require_positive(name: str, value: int) -> None:
+    require_whole(name, value)
     if value < 1:
         raise ValueError(f"Engine: {name}={value} is not allowed; it must be at least 1")
 

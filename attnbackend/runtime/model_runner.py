@@ -39,6 +39,7 @@ from attnbackend.layers.paged import BoundLayer
 from attnbackend.metadata import AttentionMetadataBuilder, BatchLimits, CommonAttentionMetadata
 from attnbackend.platforms import as_current, free_memory
 from attnbackend.runtime.advance_decodes import advance_decodes
+from attnbackend.runtime.engine_arguments import require_flag, require_name, require_whole
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.sampler import take_largest
 from attnbackend.runtime.served_model import AttentionLayer, ServedModel
@@ -71,6 +72,17 @@ class RunnerOptions:
     """Speculative tokens a decode."""
     graphs: GraphOptions = field(default_factory=GraphOptions)
 
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            require_whole(name, getattr(self, name))
+        for name in ("num_blocks", "max_model_len"):
+            if getattr(self, name) is not None:
+                require_whole(name, getattr(self, name))
+        if self.backend is not None:
+            require_name("backend", self.backend, "TORCH_SDPA")
+        require_name("kv_cache_dtype", self.kv_cache_dtype, "bfloat16")
+        require_flag("compile", self.compile)
+
 
 @dataclass(frozen=True)
 class LayerGroup:
@@ -96,7 +108,7 @@ def build_runner(model: Any, **options: Any) -> ModelRunner:
         ValueError: a value that the model, a backend or the device cannot serve.
         TypeError: the model is neither, or an option is unknown.
     """
-    adapter = None
+    chosen, adapter = RunnerOptions(**options), None
     if not all(
         hasattr(model, name) for name in ("attention_layers", "bind", "forward", "compile", "vocab_size")
     ):
@@ -105,7 +117,7 @@ def build_runner(model: Any, **options: Any) -> ModelRunner:
         model = adapter = TransformersModel(model)
     try:
         with as_current(model.device):
-            return ModelRunner(model, RunnerOptions(**options))
+            return ModelRunner(model, chosen)
     except BaseException:
         if adapter is not None:
             adapter.give_back()
@@ -359,8 +371,6 @@ def _check_options(model: ServedModel, options: RunnerOptions) -> None:
             raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
     if options.num_blocks is not None and options.num_blocks < 2:
         raise ValueError(f"num_blocks={options.num_blocks} must be at least 2, since block 0 is reserved")
-    if not isinstance(options.kv_cache_dtype, str):
-        raise TypeError(f"kv_cache_dtype={options.kv_cache_dtype!r} must be a name, such as 'bfloat16'")
     longest = options.max_model_len
     if longest is not None and not 1 <= longest <= model.max_model_len:
         raise ValueError(

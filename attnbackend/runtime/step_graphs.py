@@ -32,6 +32,7 @@ from attnbackend.cudagraph import (
 )
 from attnbackend.cudagraph.capture_report import captures, with_progress
 from attnbackend.layers.paged import BatchTensors, DecodeTensors
+from attnbackend.runtime.engine_arguments import require_flag
 from attnbackend.runtime.graph_debug import checked_replay, keep_inputs
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.types import Reason
@@ -83,6 +84,18 @@ class GraphOptions:
     """Hold each replay against the path without graphs, see `checked_replay`."""
     library: Callable[[torch.device], GraphLibrary] | None = None
     """Where graphs come from; None: CUDA's."""
+
+    def __post_init__(self) -> None:
+        require_flag("cudagraph_lazy_capture", self.lazy)
+        require_flag("cudagraph_debug", self.debug)
+        if self.sizes is not None:
+            if isinstance(self.sizes, str) or not isinstance(self.sizes, Iterable):
+                raise TypeError(f"Engine: cudagraph_capture_sizes={self.sizes!r} must be a list of sizes")
+            object.__setattr__(self, "sizes", tuple(self.sizes))
+        given = {"capture_sizes": self.sizes is not None, "lazy_capture": self.lazy, "debug": self.debug}
+        if self.mode is CUDAGraphMode.NONE and any(given.values()):
+            named = ", ".join(f"cudagraph_{name}" for name, is_given in given.items() if is_given)
+            raise ValueError(f"cudagraph_mode=NONE leaves no graph for {named}: leave one or the other out")
 
 
 @dataclass(frozen=True)
