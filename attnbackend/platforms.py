@@ -9,6 +9,7 @@ first (docs/flex-attention.md has figures).
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -102,7 +103,9 @@ def _cuda_priorities(platform: Platform, use_mla: bool) -> tuple[str, ...]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device now."""
+    """Bytes that are free on a device now, what garbage and torch's reserve hold given back first."""
     if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -5,6 +5,8 @@ On a CPU a stand-in takes the place of CUDA's graphs: it sees what a graph would
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -242,6 +244,21 @@ def test_graphs_are_captured_before_serving_and_only_then(model: Any) -> None:
     assert captured == len(list(graphs.dispatcher.graphs()))
     logits_of_all_steps(engine, seed=2)
     assert len(graphs.steps.report.costs) == captured
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE])
+def test_caches_go_with_their_engine(model: Any, mode: CUDAGraphMode) -> None:
+    """Without a search for cycles, which nobody makes before the next engine asks for memory."""
+    register_backend("HONEST_ALWAYS")(backend_of(ALWAYS))
+    engine = serve(model, "HONEST_ALWAYS", mode)
+    engine.generate([[5, 6, 7], [8] * 9], SamplingParams(max_tokens=3))
+    caches = [weakref.ref(x) for x in engine.runner.kv_caches.values()]  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        del engine
+        assert [cache() for cache in caches] == [None] * len(caches)
+    finally:
+        gc.enable()
 
 
 class NewTensors(HonestBuilder):

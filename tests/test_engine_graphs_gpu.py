@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -154,6 +155,21 @@ def test_decodes_with_drafts_run_from_graphs_too(subject: Subject) -> None:
 def test_compiled_models_too(subject: Subject, mode: CUDAGraphMode, fresh_compiler: None) -> None:
     lowest_support_of(subject)
     check(subject, mode, compile=True)
+
+
+@pytest.mark.parametrize("mode", [None, CUDAGraphMode.PIECEWISE])
+def test_memory_comes_back_with_the_engine(mode: CUDAGraphMode | None) -> None:
+    model = model_of("dense")
+    gc.collect()
+    before, blocks = torch.cuda.memory_allocated(), 20_000
+    engine = Engine(
+        model, backend="TRITON_ATTN", num_blocks=blocks, max_num_seqs=4, compile=False, cudagraph_mode=mode
+    )
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=5))
+    caches = engine.runner.kv_caches.values()  # type: ignore[attr-defined]
+    num_bytes = sum(cache.nbytes for cache in caches)
+    del engine, caches
+    assert torch.cuda.memory_allocated() - before < num_bytes / 10
 
 
 def test_a_gpu_that_is_not_the_current_one_serves() -> None:

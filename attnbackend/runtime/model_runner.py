@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -161,7 +162,8 @@ class ModelRunner:
         """Where the last step's graph left each row's greedy choice; None: it ran from none that does."""
         self.has_advanced = False
         """Whether the graph made the batch the next one as well, see `advance_decodes`."""
-        self._greedy: TokenMemory | None = None
+        self._greedy: list[TokenMemory] = []
+        """Where all graphs leave it, once one was made."""
         self._planned = _event(self.device)
         model.bind(self._bound_layers())
         if options.compile:
@@ -175,7 +177,10 @@ class ModelRunner:
         caches = {f"the cache of {name}": partial(self.kv_caches.get, name) for name in self.kv_caches}
         modules = [m for m in (getattr(self.model, "model", None), self.model) if isinstance(m, nn.Module)]
         long_lived = LongLivedTensors({**caches, **(module_tensors(modules[0]) if modules else {})})
-        return StepGraphs(dispatcher, self.options.graphs, self.device, long_lived, self._graphed_step)
+        # Graphs keep what makes their steps. Were it this object, which keeps the graphs, caches would
+        # outlive the engine until Python looks for cycles.
+        make = copy(self)._graphed_step
+        return StepGraphs(dispatcher, self.options.graphs, self.device, long_lived, make)
 
     def padded_tokens(self, shape: BatchShape) -> int:
         """Tokens that a batch of this shape is to be padded to."""
@@ -233,7 +238,7 @@ class ModelRunner:
         logits = None if self.graphs is None else self.graphs.run(batch)
         if logits is not None:
             key = self.graphs.ran  # type: ignore[union-attr]
-            self.greedy = self._greedy if key.mode is CUDAGraphMode.FULL else None
+            self.greedy = self._greedy[0] if key.mode is CUDAGraphMode.FULL else None
             self.has_advanced = self.greedy is not None and key.descriptor.uniform and self.num_drafts == 0
             return logits
         decode_only = self._has_latents and batch.max_query_len <= 1
@@ -256,10 +261,10 @@ class ModelRunner:
         With ``advances`` the inputs become those of the next step of the same requests.
         """
         logits_NV = self._forward(inputs, context)
-        if self._greedy is None:
+        if not self._greedy:
             rows = self.options.max_num_seqs * (1 + self.num_drafts)
-            self._greedy = TokenMemory.on(self.device, rows, logits_NV.dtype)
-        chosen = take_largest(logits_NV, self._greedy.leading(len(logits_NV)))
+            self._greedy.append(TokenMemory.on(self.device, rows, logits_NV.dtype))
+        chosen = take_largest(logits_NV, self._greedy[0].leading(len(logits_NV)))
         if advances:
             advance_decodes(chosen.ids, inputs, self.block_size)
         return logits_NV
