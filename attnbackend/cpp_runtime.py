@@ -8,6 +8,7 @@ ends in std::bad_cast or a segmentation fault.
 from __future__ import annotations
 
 import subprocess
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -31,11 +32,11 @@ def libraries_to_link(compiler: str) -> list[str]:
 
 
 def _library_of(compiler: str, libraries: list[str]) -> bytes:
-    """A small library that the compiler makes; nothing where it cannot."""
+    """A small library that the compiler makes, which looks where Inductor does; nothing where it cannot."""
     with tempfile.TemporaryDirectory() as folder:
         source, built = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
         source.write_text(_SOURCE)
-        links = [f"-l{name}" for name in libraries]
+        links = [f"-L{sysconfig.get_config_var('LIBDIR')}", *(f"-l{name}" for name in libraries)]
         command = [compiler, "-shared", "-fPIC", str(source), *links, "-o", str(built)]
         try:
             done = subprocess.run(command, capture_output=True)
