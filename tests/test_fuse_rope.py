@@ -1,4 +1,4 @@
-"""Rotation, head norms and cache write as one op: kernel, op, and the pass that puts it into graphs.
+"""The pass that puts rotation, head norms and cache write as one op into graphs.
 
 Shape legend: T tokens, H query heads, K key-value heads, D head size, R rotated elements.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +15,26 @@ from expecttest import assert_expected_inline
 from graph_lines import renumbered
 from model_zoo import EagerReference, make_model
 from program_steps import greedy, prompt_logits
+from rope_steps import (
+    DEVICE,
+    D,
+    H,
+    Step,
+    T,
+    attend,
+    attend_late,
+    check,
+    model_layout,
+    norm_by_hand,
+    norms,
+    plain,
+    rotate,
+    rotated_late,
+    run,
+    step_arguments,
+    turn,
+    turn_chunks,
+)
 from torch import Tensor
 from toy_backends import make_backend
 
@@ -36,13 +55,7 @@ from attnbackend.fx_passes import (
 from attnbackend.fx_passes.rope_forms import match_rotated_heads
 from attnbackend.integrations.programs import ModelStep, export_model
 from attnbackend.kernels.triton import unavailable_reason
-from attnbackend.layers import BatchTensors
-from attnbackend.ops.rope_write import rope_kv_cache_update
 from attnbackend.testing import assert_within_rule
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-T, H, K, D = 5, 4, 2, 32
-SLOTS = [17, -1, 40, 2, 63]
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -50,64 +63,6 @@ pytestmark = [
         unavailable_reason(DEVICE) is not None, reason=f"Triton: {unavailable_reason(DEVICE)}"
     ),
 ]
-
-
-@dataclass(frozen=True)
-class Case:
-    dtype: torch.dtype = torch.float32
-    rotated: int = D
-    norms: bool = False
-    cache_dtype: str = "auto"
-    hnd: bool = False
-    split: bool = False
-    """Query, key and value are views of one tensor."""
-
-
-CASES = {
-    "plain": Case(),
-    "half types": Case(torch.bfloat16),
-    "float16, norms": Case(torch.float16, norms=True),
-    "partial": Case(rotated=16),
-    "partial, norms, of one projection": Case(rotated=16, norms=True, split=True),
-    "HND": Case(hnd=True, norms=True),
-    "fp8 cache": Case(torch.bfloat16, cache_dtype="fp8_e4m3"),
-    "fp8 cache as bytes, partial": Case(rotated=24, cache_dtype="fp8_e5m2", split=True),
-}
-
-
-def arguments(case: Case, device: str) -> dict[str, Any]:
-    torch.manual_seed(0)
-    if case.split:
-        cut = torch.randn(T, (H + 2 * K) * D).to(case.dtype).split([H * D, K * D, K * D], -1)
-        query, key, value = (x.unflatten(-1, (-1, D)) for x in cut)
-    else:
-        query, key, value = (torch.randn(T, n, D).to(case.dtype) for n in (H, K, K))
-    fp8 = case.cache_dtype.startswith("fp8")
-    cache = torch.full((4, K, 2, 16, D) if case.hnd else (4, 2, 16, K, D), 0x7F if fp8 else float("nan"))
-    cache = cache.to(torch.uint8 if fp8 else case.dtype)
-    scales = {f"{x}_scale": torch.tensor([s]) for x, s in (("k", 0.5), ("v", 2.0))} if fp8 else {}
-    weights = {f"{x}_weight": torch.rand(D).to(case.dtype) + 0.5 for x in ("q", "k")} if case.norms else {}
-    angles = torch.rand(T, case.rotated) * 6
-    found = {
-        "query": query, "key": key, "value": value, "cos": angles.cos().to(case.dtype),
-        "sin": angles.sin().to(case.dtype), "kv_cache": cache.permute(0, 2, 3, 1, 4) if case.hnd else cache,
-        "slot_mapping": torch.tensor(SLOTS), **weights, **scales,
-    }  # fmt: skip
-    found = {name: x.to(device) for name, x in found.items()}
-    return found | {"kv_cache_dtype": case.cache_dtype} | {f"{x}_eps": 1e-3 for x in ("q", "k") if weights}
-
-
-def by_hand(
-    x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, weight: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """The definition, in ``dtype``."""
-    x_THD, cos_TR, sin_TR = (t.to(dtype) for t in (x_THD, cos_TR, sin_TR))
-    if weight is not None:
-        x_THD = x_THD * torch.rsqrt(x_THD.pow(2).mean(-1, keepdim=True) + 1e-3) * weight.to(dtype)
-    turned, rest = x_THD[..., : cos_TR.shape[-1]], x_THD[..., cos_TR.shape[-1] :]
-    low, high = turned.chunk(2, -1)
-    turned = turned * cos_TR[:, None] + torch.cat([-high, low], -1) * sin_TR[:, None]
-    return torch.cat([turned, rest], -1)
 
 
 CUTS: dict[str, Callable[[Tensor], Any]] = {
@@ -135,122 +90,6 @@ def test_rotations_whose_arguments_have_names(cut: str) -> None:
     compiled(torch.ones(T, H, D), torch.ones(T, D), torch.ones(T, D))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_op_rotates_normalises_and_writes(name: str, device: str) -> None:
-    case, given = CASES[name], arguments(CASES[name], device)
-    before = given["kv_cache"].clone()
-    outputs = rope_kv_cache_update(**given)
-    for x, out in zip(("query", "key"), outputs, strict=True):
-        exact, plain = (
-            by_hand(given[x], given["cos"], given["sin"], given.get(f"{x[0]}_weight"), dtype)
-            for dtype in (torch.float64, case.dtype)
-        )
-        assert_within_rule(out, exact, plain, what=x, by="row")
-        assert out.is_contiguous()
-    expected = before.clone()
-    options = {k: given[k] for k in ("k_scale", "v_scale", "kv_cache_dtype") if k in given}
-    with attnbackend.set_config(backend="TORCH_SDPA" if device == "cpu" else "TRITON_ATTN"):
-        ops.kv_cache_update(outputs[1], given["value"], expected, given["slot_mapping"], **options)
-    assert torch.equal(given["kv_cache"].cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
-
-
-def test_opcheck() -> None:
-    given = arguments(CASES["partial, norms, of one projection"], DEVICE)
-    given["kv_cache"].zero_()
-    torch.library.opcheck(rope_kv_cache_update, (), given)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"cos": torch.ones(T, D + 2)}, r"shape of cos is \(5, 34\)"),
-        ({"q_weight": torch.ones(3)}, r"shape of q_weight is \(3,\)"),
-        ({"query": torch.ones(2, H, D)}, "tokens and head size of key"),
-        ({"slot_mapping": torch.ones(2, dtype=torch.int64)}, "slot_mapping"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change: dict[str, Tensor], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        rope_kv_cache_update(**(arguments(Case(), DEVICE) | {k: x.to(DEVICE) for k, x in change.items()}))
-
-
-def turn(x: Tensor) -> Tensor:
-    return torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
-
-
-def turn_chunks(x: Tensor) -> Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((-high, low), dim=-1)
-
-
-def rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    return x_THD * cos_TD[:, None] + turn(x_THD) * sin_TD[:, None]
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: BatchTensors, like_query: bool = False,
-    **options: Any,
-) -> Tensor:  # fmt: skip
-    ops.kv_cache_update(k, v, cache, batch.slot_mapping)
-    out = torch.empty_like(q) if like_query else q.new_empty(q.shape)
-    ops.attention(
-        q, k, v, cache, out, batch.query_start_loc, batch.seq_lens, batch.block_table, scale=0.2, **options
-    )
-    return out
-
-
-Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, BatchTensors], Any]
-
-
-def step_arguments() -> tuple[Any, ...]:
-    """Two requests, of three tokens and of one; the last token is padding."""
-    torch.manual_seed(1)
-    q, k, v = torch.randn(T, H, D), torch.randn(T, K, D), torch.randn(T, K, D)
-    angles = torch.rand(T, D) * 6
-    starts, lens = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([3, 1], dtype=torch.int32)
-    table = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
-    slots = torch.tensor([16, 17, 18, 48, -1])
-    cache = torch.zeros(4, 2, 16, K, D)
-    batch = BatchTensors(*(x.to(DEVICE) for x in (slots, starts, lens, table)))
-    return (*(x.to(DEVICE) for x in (q, k, v, angles.cos(), angles.sin(), cache)), batch)
-
-
-def run(step: Step, passes: list[GraphPass] | None = None) -> tuple[Any, Tensor, str]:
-    """Result, cache and report, with passes or eagerly."""
-    given = step_arguments()
-    if passes is None:
-        return step(*given), given[5], ""
-    compiled: Any = attnbackend.compile(step, passes=passes, compiler="aot_eager", fullgraph=True)
-    return (
-        compiled(*given),
-        given[5],
-        str(compiled.attnbackend_compiler.reports[2 if len(passes) > 2 else -1]),
-    )
-
-
-def check(step: Step, *, fused: bool) -> str:
-    """With the pass and without: same results, same cache. Returns the pass's report."""
-    expected, expected_cache, _ = run(step)
-    actual, cache, report = run(step, [SelectBackend("TORCH_SDPA"), FuseRopeCacheWrite()])
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(cache, expected_cache, rtol=1e-5, atol=1e-6)
-    assert bool(cache.any())
-    assert ("1 changes" in report) == fused, report
-    return report
-
-
-def plain(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
-    return attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, batch)
-
-
-def model_layout(q, k, v, cos, sin, cache, batch, like_query=False):  # type: ignore[no-untyped-def]
-    """Requests, heads, tokens, elements, as transformers has it."""
-    q4, k4, v4 = (x[None].transpose(1, 2) for x in (q, k, v))
-    cos4, sin4 = cos[None].unsqueeze(1), sin[None].unsqueeze(1)
-    q4, k4 = (sin4 * turn_chunks(x) + x * cos4 for x in (q4, k4))
-    return attend(*(x[0].transpose(0, 1) for x in (q4, k4, v4)), cache, batch, like_query)
-
-
 def reshaped(*given):  # type: ignore[no-untyped-def]
     """The output lies as the query did, and after the pass as the fused op gives it."""
     return model_layout(*given, like_query=True).transpose(0, 1).reshape(-1)
@@ -272,31 +111,6 @@ def partial(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
         for x in (q, k)
     )
     return attend(q, k, v, cache, batch)
-
-
-def norm_by_hand(x: Tensor, weight: Tensor) -> Tensor:
-    wide = x.to(torch.float32)
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-def norms(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
-    weight = cos[0].abs() + 0.5
-    q, k = norm_by_hand(q, weight), torch.nn.functional.rms_norm(k, (D,), weight, 1e-6)
-    return attend(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, batch)
-
-
-def attend_late(q, k, v, cos, sin, cache, batch, change):  # type: ignore[no-untyped-def]
-    """Queries are rotated once the keys are in the cache, and something is changed."""
-    ops.kv_cache_update(rotate(k, cos, sin), v, cache, batch.slot_mapping)
-    change()
-    q = rotate(q, cos, sin)
-    out = q.new_empty(q.shape)
-    ops.attention(q, None, None, cache, out, *batch[1:], scale=0.2)
-    return out
-
-
-def rotated_late(q, k, v, cos, sin, cache, batch):  # type: ignore[no-untyped-def]
-    return attend_late(q, k, v, cos, sin, cache, batch, lambda: v.mul_(2))
 
 
 @pytest.mark.parametrize("step", [plain, model_layout, reshaped, spelt_by_name, partial, norms, rotated_late])
