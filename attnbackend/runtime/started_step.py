@@ -122,8 +122,9 @@ class SampledTokens:
         if slot is None or not slot.fits(memory):
             slot = _Slot(memory)
         slot.start_copy(memory)
+        started = StartedStep(requests, slot, memory)
         self._slots = [self._slots[1], slot]
-        return StartedStep(requests, slot, memory)
+        return started
 
     def _memory_for(self, dtype: torch.dtype) -> TokenMemory:
         if self._own is None or self._own.dtype is not dtype:
