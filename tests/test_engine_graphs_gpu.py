@@ -84,7 +84,7 @@ def model_of(kind: str) -> Any:
 def serve(
     subject: Subject, mode: CUDAGraphMode, debug: bool = False, compile: bool = False, drafts: int = 0
 ) -> EngineCore:
-    sizes = None if drafts else [1, 2, 3, 4, 6, 8, 16, 32, 64]
+    sizes = None if drafts or mode is CUDAGraphMode.NONE else [1, 2, 3, 4, 6, 8, 16, 32, 64]
     runner = build_runner(
         model_of(subject.kind), backend=subject.backend, block_size=subject.block_size, num_blocks=200,
         max_num_seqs=8, max_num_batched_tokens=64, compile=compile, num_drafts=drafts,
@@ -101,6 +101,8 @@ def lowest_support_of(subject: Subject) -> GraphSupport:
     try:
         (group,) = serve(subject, CUDAGraphMode.NONE).runner.groups  # type: ignore[attr-defined]
     except ValueError as error:
+        if "cannot serve" not in str(error):
+            raise
         pytest.skip(f"{subject} does not serve here: {error}")
     return GraphSupport(group.backend.get_builder_cls().get_cudagraph_support(group.spec), subject.backend)
 
@@ -169,7 +171,7 @@ def test_memory_comes_back_with_the_engine(mode: CUDAGraphMode | None) -> None:
     caches = engine.runner.kv_caches.values()  # type: ignore[attr-defined]
     num_bytes = sum(cache.nbytes for cache in caches)
     del engine, caches
-    assert torch.cuda.memory_allocated() - before < num_bytes / 10
+    assert torch.cuda.memory_allocated() - before < num_bytes / 4, "cuBLAS keeps 64 MiB"
 
 
 def test_a_gpu_that_is_not_the_current_one_serves() -> None:
