@@ -216,20 +216,25 @@ def fake_mode() -> Any:
     return FakeTensorMode()
 
 
-def fake_mode_of(*trees: Any) -> AbstractContextManager[Any]:
-    """The context to which the tensors without data among nested values belong."""
+@contextmanager
+def fake_mode_of(*trees: Any) -> Iterator[None]:
+    """The context to which the tensors without data among nested values belong.
+
+    Calls of several ops are taken apart in Python in it: torch 2.11's own `matmul` asks for sizes as numbers.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
     from torch.utils._pytree import tree_leaves
 
     modes = (leaf.fake_mode for leaf in tree_leaves(trees) if isinstance(leaf, FakeTensor))
-    return next(modes, nullcontext())
+    with next(modes, nullcontext()), enable_python_dispatcher():
+        yield
 
 
 def trace_fake(function: Callable[..., Any], values: Sequence[Tensor]) -> torch.fx.GraphModule:
     """The calls of ``function`` on tensors without data, as a graph of ATen and custom ops."""
-    from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with fake_mode_of(values), enable_python_dispatcher():
+    with fake_mode_of(values):
         return make_fx(function)(*values)
 
 
