@@ -123,13 +123,14 @@ def test_a_package_with_a_runtime_of_its_own_is_refused(tmp_path: Path) -> None:
         attnbackend.load_package(tmp_path / "model.pt2")
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3n_text"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3n_text", "llama4_text"])
 def test_layers_of_several_kinds_and_shared_caches_are_exported(name: str) -> None:
-    """Gemma 3n's last two layers read the caches of earlier ones and have none of their own."""
+    """Gemma 3n's last two layers read the caches of earlier ones and have none of their own; Llama 4's ask
+    a cache for positions."""
     model = make_model(name)
     step = ModelStep(model)
     owned = step.new_caches(9)
-    assert len(owned) == {"gemma2": 2, "gemma3n_text": 3}[name]
+    assert len(owned) == {"gemma2": 2, "gemma3n_text": 3, "llama4_text": 2}[name]
     prompt = list(range(3, 20))
     logits = prompt_logits(export_model(model).module(), prompt, owned)
     assert_within_rule(logits, *EagerReference(model).logits(prompt), what=name)

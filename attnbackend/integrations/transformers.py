@@ -311,7 +311,7 @@ class _Positions:
     """Stands in a cache's place for layers that count positions on from the cache's length (Llama 4)."""
 
     def __init__(self, positions_T: Tensor) -> None:
-        self._ahead_T = positions_T - torch.arange(len(positions_T), device=positions_T.device)
+        self._ahead_T = positions_T - torch.arange(positions_T.shape[0], device=positions_T.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         """int64 [T]: what a token's place in the batch lacks to its position."""
