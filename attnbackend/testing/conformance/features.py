@@ -130,7 +130,8 @@ def _sizes(backend: type[AttentionBackend]) -> Iterator[Feature]:
 def _narrow(backend: type[AttentionBackend]) -> Iterator[Feature]:
     """Vectors of narrow types hold more elements: heads, pages and strides that suit others."""
     sizes = probing_sizes(backend.supported_head_sizes, typical=(), largest=256)
-    odd = min(filter(backend.supports_head_size, sizes), key=lambda size: (size & -size, -size), default=0)
+    uneven = (size for size in sizes if backend.supports_head_size(size) and size % 32)
+    odd = min(uneven, key=lambda size: (size & -size, -size), default=0)
     if odd and backend.supports_dtype(torch.bfloat16):
         yield Feature(f"head_size_{odd}_bfloat16", "head_size", {"head_size": odd, "dtype": torch.bfloat16})
     if not backend.supports_kv_cache_dtype("fp8"):
@@ -151,8 +152,9 @@ def _types(backend: type[AttentionBackend]) -> Iterator[Feature]:
         if not backend.supports_dtype(dtype):
             continue
         yield Feature(f"dtype_{describe(dtype)}", "dtype", {"dtype": dtype})
-        if dtype.itemsize == 2:
-            yield Feature(f"long_sums_{describe(dtype)}", "dtype", {"dtype": dtype, "probe": "long_sums"})
+        if dtype.itemsize == 2:  # sums of weights are then so exact that their LSE is no yardstick
+            changes = {"dtype": dtype, "probe": "long_sums", "lse": False}
+            yield Feature(f"long_sums_{describe(dtype)}", "dtype", changes)
         for name in names:
             yield Feature(
                 f"dtype_{describe(dtype)}_cache_{name}", "kv_cache_dtype", _cache_of(name) | {"dtype": dtype}
