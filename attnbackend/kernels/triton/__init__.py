@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .quantize import takes_output_groups
     from .rope_writer import rope_cache_write
     from .splits import decode_num_splits, decode_workspace_size
+    from .widen import widen_pages
 
 __all__ = [
     "cache_write",
@@ -44,6 +45,7 @@ __all__ = [
     "rope_cache_write",
     "takes_output_groups",
     "unavailable_reason",
+    "widen_pages",
     "write_latents",
 ]
 
@@ -63,6 +65,7 @@ _HOME = {
     "paged_decode_attention": "decode",
     "rope_cache_write": "rope_writer",
     "takes_output_groups": "quantize",
+    "widen_pages": "widen",
     "write_latents": "latent_rows",
 }
 
