@@ -28,6 +28,7 @@ __all__ = [
     "mla_context_tokens",
     "mla_prefill_choice",
     "set_config",
+    "widened_bytes",
 ]
 
 BACKEND_VARIABLE = "ATTNBACKEND"
@@ -38,7 +39,10 @@ FLASH_ATTN_FP8_VARIABLE = "ATTNBACKEND_FLASH_ATTN_FP8"
 MLA_PREFILL_VARIABLE = "ATTNBACKEND_MLA_PREFILL"
 MLA_CONTEXT_VARIABLE = "ATTNBACKEND_MLA_CONTEXT_TOKENS"
 
+WIDENED_VARIABLE = "ATTNBACKEND_WIDENED_BYTES"
+
 _DEFAULT_CONTEXT_TOKENS = 1 << 15
+_DEFAULT_WIDENED_BYTES = 1 << 30
 _SWITCH_VALUES = {"": False, "0": False, "1": True}
 
 
@@ -71,12 +75,17 @@ class Config:
     mla_context_tokens: int | None = None
     """Most cached tokens whose keys and values a prompt's attention holds at once, for each layer of latent
     attention in turn; None: as ``ATTNBACKEND_MLA_CONTEXT_TOKENS`` says, or 32768."""
+    widened_bytes: int | None = None
+    """Most bytes that a copy of a float8 cache's pages may take, made in the query's type for prompts whose
+    kernels read no float8, for each layer in turn; prompts that need more are served by the decode backend, and
+    all are with 0. None: as ``ATTNBACKEND_WIDENED_BYTES`` says, or 1 GiB."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backend", getattr(self.backend, "key", self.backend))
         kinds = (
             ("backend", str), ("debug", bool), ("flash_attn", str), ("flash_attn_fp8", bool),
             ("mla_prefill", str), ("mla_context_tokens", int),
+            ("widened_bytes", int),
         )  # fmt: skip
         for name, kind in kinds:
             value = getattr(self, name)
@@ -207,13 +216,23 @@ def mla_context_tokens() -> int:
     Raises:
         ValueError: it is not a positive number.
     """
-    configured = _CURRENT.get().mla_context_tokens
-    text = _variable(MLA_CONTEXT_VARIABLE)
-    value: int | str = configured if configured is not None else text or _DEFAULT_CONTEXT_TOKENS
-    if not str(value).isdecimal() or int(value) < 1:
-        raise ValueError(
-            f"mla_context_tokens={value!r} (set_config, or {MLA_CONTEXT_VARIABLE}); allowed: a number above 0"
-        )
+    return _number("mla_context_tokens", MLA_CONTEXT_VARIABLE, _DEFAULT_CONTEXT_TOKENS, least=1)
+
+
+def widened_bytes() -> int:
+    """Most bytes of the copy in 16 bits that prompts over a float8 cache may take.
+
+    Raises:
+        ValueError: it is negative, or no number.
+    """
+    return _number("widened_bytes", WIDENED_VARIABLE, _DEFAULT_WIDENED_BYTES, least=0)
+
+
+def _number(field: str, variable: str, default: int, least: int) -> int:
+    configured = getattr(_CURRENT.get(), field)
+    value: int | str = configured if configured is not None else _variable(variable) or default
+    if not str(value).isdecimal() or int(value) < least:
+        raise ValueError(f"{field}={value!r} (set_config, or {variable}); allowed: a number from {least} on")
     return int(value)
 
 

@@ -1,7 +1,8 @@
 """Two backends over one cache: one for prompts, one for requests that bring a token each.
 
 Which library is fastest differs by phase. `compose` makes a backend of two; by name it is asked for as
-``PREFILL+DECODE``, such as ``FLASH_ATTN+FLASHINFER``.
+``PREFILL+DECODE``, such as ``FLASH_ATTN+FLASHINFER``. A prompt backend that reads no float8 cache is given
+one widened: see `attnbackend.backends.widened`.
 
 Shape legend: T tokens, R rows.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 import math
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,14 +23,23 @@ from torch import Tensor
 from attnbackend.backend import AttentionBackend, KVCacheDims
 from attnbackend.backends.host_lengths import with_host_lengths
 from attnbackend.backends.side_stream import beside
+from attnbackend.backends.widened import (
+    PAGE,
+    WidenedBuilder,
+    WidenedPlan,
+    widened_cache,
+    widened_params,
+    widens,
+)
 from attnbackend.impl import AttentionImpl, AttentionParams, OptionalTensors
-from attnbackend.kv_cache import KVCacheSpec, resolve_kv_cache_dtype
+from attnbackend.kv_cache import AttentionSpec, KVCacheSpec, resolve_kv_cache_dtype
 from attnbackend.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     BatchLimits,
     CommonAttentionMetadata,
 )
+from attnbackend.native_calls import lessons
 from attnbackend.types import AttentionCGSupport, KVCacheLayout, LSEBase, MultipleOf, Reason
 
 if TYPE_CHECKING:
@@ -78,7 +89,8 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
 
     A batch is split where its first longer query stands, so single tokens are wanted first; those that stand
     behind it are served with the prompts. Without lengths on the host there is no split to know, and the
-    whole batch is the prompt backend's.
+    whole batch is the prompt backend's. Where that would read widened pages, the decode backend serves all
+    batches in which no copy pays, and those in graphs, whose copies would be as large as any.
     """
 
     parts: ClassVar[Parts]
@@ -89,14 +101,22 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
         device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__(params, kv_cache_spec, limits, device)
-        self._prefill, self._decode = (
-            part.get_builder_cls()(params, kv_cache_spec, limits, device) for part in self.parts
-        )
+        prefill, decode = self.parts
+        self._widens = widens(prefill, params.kv_cache_dtype)
+        self._prefill: Any = (
+            WidenedBuilder(prefill, params, limits, device) if self._widens
+            else prefill.get_builder_cls()(params, kv_cache_spec, limits, device)
+        )  # fmt: skip
+        self._decode = decode.get_builder_cls()(params, kv_cache_spec, limits, device)
+        self._captured: dict[int, int] = {}
 
     @classmethod
     def get_cudagraph_support(cls, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
         """Batches of one phase only: where a mixed one is split changes from step to step."""
+        assert isinstance(kv_cache_spec, AttentionSpec)
         prefill, decode = (p.get_builder_cls().get_cudagraph_support(kv_cache_spec) for p in cls.parts)
+        if widens(cls.parts[0], kv_cache_spec.kv_cache_dtype):
+            prefill = decode
         uniform = AttentionCGSupport.UNIFORM_BATCH
         if min(prefill, decode) >= uniform:
             return uniform
@@ -109,20 +129,29 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
         if self.limits is None:
             common = with_host_lengths(common)
         rows, first = common.seq_lens.shape[0], _leading_decodes(common)
-        if first == rows:
+        prompts = None
+        if first < rows:
+            part = common if first == 0 else common.requests(first, rows)
+            prompts = self._plan_prompts(common_prefix_len, part, fast_build)
+        if prompts is None:
             phases = Phases(self._decode.build(common_prefix_len, common, fast_build), None)
         elif first == 0:
-            phases = Phases(None, self._prefill.build(common_prefix_len, common, fast_build))
+            phases = Phases(None, prompts)
         else:
-            decode, prefill = common.requests(0, first), common.requests(first, rows)
+            decode = common.requests(0, first)
             phases = Phases(
-                self._decode.build(common_prefix_len, decode, fast_build),
-                self._prefill.build(common_prefix_len, prefill, fast_build),
-                first,
-                int(common.host_query_start_loc()[first]),
-                self._read_bytes(decode) >= _BESIDE_BYTES,
-            )
+                self._decode.build(common_prefix_len, decode, fast_build), prompts, first,
+                int(common.host_query_start_loc()[first]), self._read_bytes(decode) >= _BESIDE_BYTES,
+            )  # fmt: skip
         return TwoPhaseMetadata(common=common, phases=phases)
+
+    def _plan_prompts(
+        self, common_prefix_len: int, prompts: CommonAttentionMetadata, fast_build: bool
+    ) -> Any:
+        """None: the decode backend is to serve them, with all others."""
+        if self._captured.get(prompts.seq_lens.shape[0], 0) >= prompts.max_query_len:
+            return None
+        return self._prefill.build(common_prefix_len, prompts, fast_build)
 
     def _read_bytes(self, decode: CommonAttentionMetadata) -> int:
         """What the keys and values of some requests take, as far as the host knows their lengths."""
@@ -133,11 +162,15 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
 
     def plans_each_replay(self, max_query_len: int) -> bool:
         """As the one phase that is in the graph."""
-        return (self._decode if max_query_len <= 1 else self._prefill).plans_each_replay(max_query_len)
+        of_prompts = max_query_len > 1 and not self._widens
+        return (self._prefill if of_prompts else self._decode).plans_each_replay(max_query_len)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> TwoPhaseMetadata:
         common = common_attn_metadata
-        if common.max_query_len <= 1:
+        if self._widens:
+            rows = common.seq_lens.shape[0]
+            self._captured[rows] = max(self._captured.get(rows, 0), common.max_query_len)
+        if self._widens or common.max_query_len <= 1:
             phases = Phases(self._decode.build_for_cudagraph_capture(common), None)
         else:
             phases = Phases(None, self._prefill.build_for_cudagraph_capture(common))
@@ -151,6 +184,11 @@ class TwoPhaseImpl(AttentionImpl):
         super().__init__(params)
         self._impls = tuple(_dense_impl(part)(params) for part in self.parts)
         self._may_overlap = all(impl.keeps_to_its_stream for impl in self._impls)
+
+    @cached_property
+    def _widened(self) -> AttentionImpl:
+        """The prompt backend's, over copies."""
+        return _dense_impl(self.parts[0])(widened_params(self.params))
 
     def forward(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
@@ -185,7 +223,13 @@ class TwoPhaseImpl(AttentionImpl):
         self, part: int, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         plan: Any, output: Tensor, tensors: OptionalTensors,
     ) -> None:  # fmt: skip
-        self._impls[part].forward(query, key, value, kv_cache, plan, output, tensors)
+        if isinstance(plan, WidenedPlan):
+            own = tensors._replace(k_scale=None, v_scale=None)
+            copy = widened_cache(kv_cache, plan, self.params.dtype, tensors)
+            with lessons(None, None):  # What a library does with the copy is not all that is done.
+                self._widened.forward(query, None, None, copy, plan.plan, output, own)
+        else:
+            self._impls[part].forward(query, key, value, kv_cache, plan, output, tensors)
         if tensors.lse is not None and self.parts[part].lse_base is LSEBase.TWO:
             tensors.lse.mul_(_LN_2)
 
@@ -260,12 +304,27 @@ def _limit(name: str, choose: Callable[[Any], Any]) -> property:
     return _property(get)
 
 
+def _cache_dtypes(cls: Any) -> tuple[str, ...]:
+    prefill, decode = (part.supported_kv_cache_dtypes for part in cls.parts)
+    return (*(n for n in prefill if n in decode), *(n for n in decode if widens(cls.parts[0], n)))
+
+
+def _takes_per_head_scales(cls: Any) -> bool:
+    prefill, decode = cls.parts
+    others = any(widens(prefill, name) for name in decode.supported_kv_cache_dtypes)
+    return decode.supports_per_head_quant_scales and (prefill.supports_per_head_quant_scales or others)
+
+
+_PER_HEAD = "supports_per_head_quant_scales"
+
+
 class _ClaimsOfBoth(ABCMeta):
     """A composition claims what both claim, asked anew each time: theirs may depend on choices."""
 
     parts: Parts
     supported_dtypes = _in_both("supported_dtypes")
-    supported_kv_cache_dtypes = _in_both("supported_kv_cache_dtypes")
+    supported_kv_cache_dtypes = _property(_cache_dtypes)
+    supports_per_head_quant_scales = _property(_takes_per_head_scales)
     supported_device_types = _in_both("supported_device_types")
     supported_layouts = _in_both("supported_layouts")
     supported_attn_types = _in_both("supported_attn_types")
@@ -278,7 +337,7 @@ class _ClaimsOfBoth(ABCMeta):
 
 
 for _name, _value in vars(AttentionBackend).items():
-    if isinstance(_value, bool) and _name not in ("is_mla", "is_sparse", "is_ssm"):
+    if isinstance(_value, bool) and _name not in ("is_mla", "is_sparse", "is_ssm", _PER_HEAD):
         setattr(_ClaimsOfBoth, _name, _all_of(_name))
 
 
@@ -322,8 +381,26 @@ class TwoPhaseBackend(AttentionBackend, abstract=True, metaclass=_ClaimsOfBoth):
 
     @classmethod
     def supports_combination(cls, config: AttentionSelectorConfig) -> list[Reason]:
-        found = (reason for part in cls.parts for reason in part.supports_combination(config))
+        prefill, decode = cls.parts
+        prompts, found = config, list[Reason]()
+        if widens(prefill, config.kv_cache_dtype):
+            prompts = replace(config, kv_cache_dtype="auto", block_size=PAGE, per_head_quant_scales=False)
+            found = cls._widening_problems(config)
+        elif config.per_head_quant_scales and not prefill.supports_per_head_quant_scales:
+            found = [Reason("per_head_quant_scales", True, "False, or a float8 cache")]
+        found += [*prefill.supports_combination(prompts), *decode.supports_combination(config)]
         return list(dict.fromkeys(found))
+
+    @classmethod
+    def _widening_problems(cls, config: AttentionSelectorConfig) -> list[Reason]:
+        """Where both backends run, the kernel between them must too."""
+        from attnbackend.kernels import triton
+
+        reason = triton.unavailable_reason(config.device_type)
+        if reason is None or cls.unavailable_reason(config.device_type) is not None:
+            return []
+        allowed = f"what {cls.parts[0].get_name()} reads itself, since nothing can be widened here: {reason}"
+        return [Reason("kv_cache_dtype", config.kv_cache_dtype, allowed)]
 
     @classmethod
     def unavailable_reason(cls, device_type: str) -> str | None:

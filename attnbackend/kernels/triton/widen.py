@@ -98,7 +98,7 @@ def widen_kernel(
     key = (page - before) * N + line // HEADS
     inside = line < N * HEADS
     known = inside & (key < tl.load(seq_lens_ptr + row))
-    table = table_ptr + row.to(tl.int64) * table_row
+    table = table_ptr + tl.cast(row, tl.int64) * table_row
     block = tl.load(table + key // S, mask=known, other=0).to(tl.int64)
     slot = key % S
     column = tl.arange(0, D_PAD)[None, :]
@@ -129,10 +129,10 @@ def widen_pages(
 ) -> None:
     """Keys and values of some rows, times their scales, in the type of `output`.
 
-    key_cache and value_cache [B, S, Hk, D]: float8, any strides but the last; block_table [R, W], seq_lens [R]
-    and page_ends [R], where the pages of each row end: int32; output [2, P, N, Hk, D], contiguous: row r's
-    keys are written from page_ends[r - 1] on, with zeros behind the last up to the page's end. Pages of no row
-    are left alone. k_scale, v_scale float32 [1] or [Hk]: real value = stored * scale, rounded once.
+    key_cache and value_cache [B, S, Hk, D]: float8, any strides but the last; block_table [R, W], seq_lens
+    [R] and page_ends [R], where the pages of each row end: int32; output [2, P, N, Hk, D], contiguous: row
+    r's keys are written from page page_ends[r - 1] on, with zeros behind the last up to its page's end. Pages
+    of no row are left alone. k_scale, v_scale float32 [1] or [Hk]: real value = stored * scale.
 
     Raises ValueError for shapes or dtypes outside of these.
     """
@@ -151,11 +151,11 @@ def widen_pages(
     sides = (kernel_view(t, fmt) for t in (key_cache, value_cache))
     with on_device_of(output):
         widen_kernel[(pages, -(-slots * heads // tile))](
-            *sides, *kernel_view(output, out_fmt).unbind(0), block_table, seq_lens, page_ends, k_scale, v_scale,
-            *key_cache.stride()[:3], *value_cache.stride()[:3],
+            *sides, *kernel_view(output, out_fmt).unbind(0), block_table, seq_lens, page_ends, k_scale,
+            v_scale, *key_cache.stride()[:3], *value_cache.stride()[:3],
             scale_stride(WHERE, "k_scale", k_scale, heads), scale_stride(WHERE, "v_scale", v_scale, heads),
-            block_table.stride(0), seq_lens.shape[0], key_cache.shape[1], slots, heads, size, padded_size(size),
-            tile, fmt, out_fmt, num_warps=WARPS,
+            block_table.stride(0), seq_lens.shape[0], key_cache.shape[1], slots, heads, size,
+            padded_size(size), tile, fmt, out_fmt, num_warps=WARPS,
         )  # fmt: skip
 
 

@@ -1,0 +1,125 @@
+"""Float8 caches for prompt backends that read none: pages of a step's prompts, widened to the query's type.
+
+A copy is made for each layer in turn, of all keys of the requests that bring prompts, in pages of its own. It
+costs 3 bytes of memory traffic an element; decode, which reads each key once, is never served so.
+
+Shape legend: R rows, W table width, P pages of the copy, S block_size, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnbackend.backend import AttentionBackend
+from attnbackend.config import widened_bytes
+from attnbackend.impl import AttentionParams, OptionalTensors
+from attnbackend.kv_cache import spec_of
+from attnbackend.metadata import BatchLimits, CommonAttentionMetadata
+
+__all__ = ["PAGE", "WidenedBuilder", "WidenedPlan", "widened_cache", "widened_params", "widens"]
+
+PAGE = 128
+"""Slots of a page of the copy: as many as FlashAttention 3 reads at once."""
+_FLOAT8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+_WORTH = 512
+"""Queries a key-value head, in the mean over all keys, from which on a copy is worth its time on an H200."""
+_FIXED_KEYS = 2048
+"""Keys whose copy takes as long as the launches that come with any."""
+
+
+def widens(prefill: type[AttentionBackend], kv_cache_dtype: str) -> bool:
+    """Whether a prompt backend is given such a cache widened, since it reads none of its type."""
+    return (
+        kv_cache_dtype in _FLOAT8
+        and not prefill.supports_kv_cache_dtype(kv_cache_dtype)
+        and prefill.supports_kv_cache_dtype("auto")
+        and prefill.supports_block_size(PAGE)
+        and prefill.get_kv_cache_shape(7, PAGE, 3, 64) == (7, 2, PAGE, 3, 64)
+    )
+
+
+def widened_params(params: AttentionParams) -> AttentionParams:
+    """The layer as a backend sees it that is given the copy."""
+    return replace(params, kv_cache_dtype="auto", block_size=PAGE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidenedPlan:
+    """The prompt backend's plan over a copy, and where its pages come from."""
+
+    plan: Any
+    source: CommonAttentionMetadata
+    page_ends: Tensor
+    """int32 [R], where the pages of each row end."""
+    num_pages: int
+
+
+class WidenedBuilder:
+    """Plans prompts over a copy of their keys, where that pays and takes no more than `widened_bytes`."""
+
+    def __init__(
+        self, prefill: type[AttentionBackend], params: AttentionParams, limits: BatchLimits | None,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._params, self._device = widened_params(params), device
+        self._builder = prefill.get_builder_cls()(self._params, spec_of(self._params), limits, device)
+
+    def build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool
+    ) -> WidenedPlan | None:
+        """None where there is no copy to be made."""
+        starts, lens = common.query_start_loc_cpu, common.seq_lens_cpu
+        if starts is None or lens is None or self._params.attn_type.keeps_no_cache:
+            return None
+        queries = np.diff(starts.numpy()).astype(np.int64)
+        keys = np.where(queries > 0, lens.numpy(), 0).astype(np.int64)
+        pages = -(-keys // PAGE)
+        if not self._pays(queries, keys) or self._bytes(int(pages.sum())) > widened_bytes():
+            return None
+        table, page_ends = self._place(pages)
+        own = common.replace(block_table=table)
+        plan = self._builder.build(common_prefix_len, own, fast_build)
+        return WidenedPlan(plan=plan, source=common, page_ends=page_ends, num_pages=int(pages.sum()))
+
+    def _pays(self, queries: Any, keys: Any) -> bool:
+        """Whether enough queries see each key: what is won grows with both, the copy with the keys alone."""
+        p = self._params
+        reach = p.sliding_window or p.attention_chunk_size
+        seen = keys if reach is None else np.minimum(keys, queries + reach)
+        group = p.num_heads // p.num_kv_heads
+        return bool(group * (queries * seen).sum() >= _WORTH * (keys.sum() + _FIXED_KEYS))
+
+    def _bytes(self, pages: int) -> int:
+        p = self._params
+        return 2 * pages * PAGE * p.num_kv_heads * p.head_size * p.dtype.itemsize
+
+    def _place(self, pages: Any) -> tuple[Tensor, Tensor]:
+        """The copy's block table, and where each row's pages end; on their way to the device."""
+        ends = pages.cumsum()
+        columns = np.arange(max(1, pages.max()))
+        # What is behind a row's last page is not read, but is a page.
+        table = np.minimum((ends - pages)[:, None] + columns, ends[-1] - 1)
+        packed = torch.from_numpy(np.concatenate([table.ravel(), ends]).astype(np.int32))
+        if self._device.type == "cuda":
+            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        return packed[: table.size].view(table.shape), packed[table.size :]
+
+
+def widened_cache(
+    kv_cache: Tensor, plan: WidenedPlan, dtype: torch.dtype, tensors: OptionalTensors
+) -> Tensor:
+    """[P, 2, PAGE, K, D]: keys and values of the plan's requests, times their scales."""
+    from attnbackend.kernels import triton
+
+    keys, values = kv_cache.unbind(1)
+    copy = keys.new_empty((2, plan.num_pages, PAGE, *keys.shape[2:]), dtype=dtype)
+    triton.widen_pages(
+        keys, values, plan.source.block_table, plan.source.seq_lens, plan.page_ends, copy,
+        k_scale=tensors.k_scale, v_scale=tensors.v_scale,
+    )  # fmt: skip
+    return copy.transpose(0, 1)
