@@ -38,7 +38,6 @@ FLASH_ATTN_FP8_VARIABLE = "ATTNBACKEND_FLASH_ATTN_FP8"
 
 MLA_PREFILL_VARIABLE = "ATTNBACKEND_MLA_PREFILL"
 MLA_CONTEXT_VARIABLE = "ATTNBACKEND_MLA_CONTEXT_TOKENS"
-
 WIDENED_VARIABLE = "ATTNBACKEND_WIDENED_BYTES"
 
 _DEFAULT_CONTEXT_TOKENS = 1 << 15
@@ -84,8 +83,7 @@ class Config:
         object.__setattr__(self, "backend", getattr(self.backend, "key", self.backend))
         kinds = (
             ("backend", str), ("debug", bool), ("flash_attn", str), ("flash_attn_fp8", bool),
-            ("mla_prefill", str), ("mla_context_tokens", int),
-            ("widened_bytes", int),
+            ("mla_prefill", str), ("mla_context_tokens", int), ("widened_bytes", int),
         )  # fmt: skip
         for name, kind in kinds:
             value = getattr(self, name)

@@ -96,6 +96,12 @@ def test_two_that_cannot_share_a_cache_are_passed_over_together():
         select_backend(asked, backend="FLASH_ATTN+TRITON_ATTN")
 
 
+def test_prompts_over_float8_caches_are_flash_attention_s_though_it_reads_none(monkeypatch):
+    monkeypatch.setattr("attnbackend.kernels.triton.unavailable_reason", lambda device: None)
+    asked, order = fill_order("cuda", (9, 0), FLASH_ATTN={"supported_kv_cache_dtypes": ("auto",)})
+    assert select_backend(dataclasses.replace(asked, kv_cache_dtype="fp8")).name == order[0]
+
+
 def test_a_third_party_name_is_never_chosen_unasked():
     toys("AAA_TOY")
     assert select_backend(config()).name in ("CPU_ATTN", "TORCH_SDPA")

@@ -192,8 +192,7 @@ def test_graphs_hold_no_copy() -> None:
 
 
 def test_without_lengths_on_the_host_there_is_no_copy() -> None:
-    plan = builder_of()._plan_prompts(0, batch_of([2000], [2000], seq_lens_cpu=None), False)
-    assert plan is None
+    assert builder_of()._prefill.build(0, batch_of([2000], [2000], seq_lens_cpu=None), False) is None
 
 
 def test_a_row_without_pages_has_pages_of_the_copy(copies: list[Any]) -> None:

@@ -109,6 +109,7 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
         )  # fmt: skip
         self._decode = decode.get_builder_cls()(params, kv_cache_spec, limits, device)
         self._captured: dict[int, int] = {}
+        """Rows of graphs without copies -> longest query that they are for."""
 
     @classmethod
     def get_cudagraph_support(cls, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
@@ -129,10 +130,10 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
         if self.limits is None:
             common = with_host_lengths(common)
         rows, first = common.seq_lens.shape[0], _leading_decodes(common)
-        prompts = None
-        if first < rows:
+        prompts = None  # And served with all others by the decode backend.
+        if first < rows and self._captured.get(rows, 0) < common.max_query_len:
             part = common if first == 0 else common.requests(first, rows)
-            prompts = self._plan_prompts(common_prefix_len, part, fast_build)
+            prompts = self._prefill.build(common_prefix_len, part, fast_build)
         if prompts is None:
             phases = Phases(self._decode.build(common_prefix_len, common, fast_build), None)
         elif first == 0:
@@ -144,14 +145,6 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
                 int(common.host_query_start_loc()[first]), self._read_bytes(decode) >= _BESIDE_BYTES,
             )  # fmt: skip
         return TwoPhaseMetadata(common=common, phases=phases)
-
-    def _plan_prompts(
-        self, common_prefix_len: int, prompts: CommonAttentionMetadata, fast_build: bool
-    ) -> Any:
-        """None: the decode backend is to serve them, with all others."""
-        if self._captured.get(prompts.seq_lens.shape[0], 0) >= prompts.max_query_len:
-            return None
-        return self._prefill.build(common_prefix_len, prompts, fast_build)
 
     def _read_bytes(self, decode: CommonAttentionMetadata) -> int:
         """What the keys and values of some requests take, as far as the host knows their lengths."""
