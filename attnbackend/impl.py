@@ -62,6 +62,8 @@ class AttentionParams:
     logits_soft_cap: float = 0.0
     """c in ``c * tanh(s / c)``; 0 for none."""
     attn_type: AttentionType = AttentionType.DECODER
+    clean_pages: bool = False
+    """Slots behind a request's last key hold zeros up to the page's end: a copy of pages, not a cache."""
     mla: MLADims | None = None
     """Latent attention: what ``head_size``, the elements of a cached row, is made of."""
 

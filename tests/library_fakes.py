@@ -88,7 +88,7 @@ class FakeProvider(Provider):
     def attend(self, call: FlashCall) -> Tensor | None:
         type(self).calls.append(call)
         assert call.schedule is None or int(call.schedule[0]) == call.num_splits
-        lse_HT = torch.full((call.query.shape[1], call.query.shape[0]), NAN)
+        lse_HT = torch.full((call.query.shape[1], call.query.shape[0]), NAN, dtype=torch.float32)
         starts, lens = call.query_start_loc.tolist(), call.seq_lens.tolist()
         if self.fault == "refuses_empty_rows" and 0 in lens:
             raise RuntimeError("no keys")
@@ -104,6 +104,8 @@ class FakeProvider(Provider):
         else:
             pages = call.block_table[row, : -(-length // call.key.shape[1])]
             k, v = (gather(x, pages, length) for x in (call.key, call.value))
+            if self.fault == "multiplies_whole_pages" and length:
+                v = v + 0 * gather(call.value, pages, len(pages) * call.value.shape[1]).sum(0)
         left = -1 if self.fault == "ignores_windows" else call.window[0]
         out, lse, seen = attend_rows(
             call.query[tokens], k, v, scale=call.scale, causal=call.causal, left=left, cap=call.soft_cap,

@@ -177,6 +177,13 @@ def test_a_provider_that_is_wrong_is_refused_with_what_it_did(monkeypatch, stand
         provider_for(replace(LAYER, **KINDS[kind]))
 
 
+def test_clean_pages_are_enough_for_a_provider_that_multiplies_all_of_a_page(monkeypatch, stand_in):
+    monkeypatch.setattr(FakeProvider, "fault", "multiplies_whole_pages")
+    with pytest.raises(NoProviderError, match="writes nothing"):
+        provider_for(LAYER)
+    assert provider_for(replace(LAYER, clean_pages=True)) is stand_in
+
+
 def test_what_an_interface_does_not_take_is_not_tried(stand_in):
     for layer, problem in (
         (replace(LAYER, alibi=True), "takes no alibi slopes"),

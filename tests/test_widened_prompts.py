@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from library_fakes import FakeFlashBackend, FakeProvider
 from op_cases import DEVICE
 from toy_backends import ToyBuilder, make_backend
 
@@ -20,6 +21,8 @@ from attnbackend import (
     set_config,
 )
 from attnbackend.backends import widened
+from attnbackend.backends.flash_attn import backend as flash_backend
+from attnbackend.backends.flash_attn import probe, resolution
 from attnbackend.backends.torch_sdpa import TorchSDPABackend, TorchSDPAImpl
 from attnbackend.backends.two_phase import compose
 from attnbackend.backends.widened import PAGE, WidenedPlan
@@ -105,6 +108,21 @@ def test_copies_keep_the_claims(case: str, copies: list[Any]) -> None:
     assert copies
 
 
+def test_flash_attn_may_multiply_what_is_behind_the_last_key(
+    copies: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As version 3 does with pages that it reads whole: the cache holds NaN there, the copy zeros."""
+    register_backend()(FakeFlashBackend)
+    monkeypatch.setattr(probe, "DEVICE", "cpu")
+    monkeypatch.setattr(probe, "_FOUND", {})
+    monkeypatch.setattr(FakeProvider, "fault", "multiplies_whole_pages")
+    for module in (resolution, flash_backend):
+        monkeypatch.setattr(module, "candidates", lambda: (FakeProvider(),))
+    case = "cache_fp8_per_head_scales-chunked_prefill"
+    check_backend("FAKE_FLASH+TORCH_SDPA", only=["numerics"], case=case).assert_ok()
+    assert copies
+
+
 def params_of(**changes: Any) -> AttentionParams:
     fields: dict[str, Any] = {
         "num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8",
@@ -135,7 +153,7 @@ def copied_pages(builder: Any, common: CommonAttentionMetadata) -> int:
     """Of the copy; 0 where there is none, and the decode backend serves every request."""
     phases = builder.build(0, common).phases
     if isinstance(phases.prefill, WidenedPlan):
-        return phases.prefill.num_pages
+        return len(phases.prefill.page_rows)
     assert phases.prefill is phases.row is None
     assert phases.decode.common is common
     return 0
@@ -199,7 +217,8 @@ def test_a_row_without_pages_has_pages_of_the_copy(copies: list[Any]) -> None:
     """No row of the copy's table points outside of it."""
     plan = builder_of().build(0, batch_of([1, 200, 0, 7, 0], [77, 300, 5, 7, 0])).phases.prefill
     table = plan.plan.common.block_table
-    assert plan.page_ends.tolist() == [3, 3, 4, 4]
+    assert plan.page_rows.tolist() == [0, 0, 0, 2]
+    assert plan.page_keys.tolist() == [0, PAGE, 2 * PAGE, 0]
     assert table.tolist() == [[0, 1, 2], [3, 3, 3], [3, 3, 3], [3, 3, 3]]
 
 

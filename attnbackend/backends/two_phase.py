@@ -24,7 +24,6 @@ from attnbackend.backend import AttentionBackend, KVCacheDims
 from attnbackend.backends.host_lengths import with_host_lengths
 from attnbackend.backends.side_stream import beside
 from attnbackend.backends.widened import (
-    PAGE,
     WidenedBuilder,
     WidenedPlan,
     widened_cache,
@@ -377,7 +376,7 @@ class TwoPhaseBackend(AttentionBackend, abstract=True, metaclass=_ClaimsOfBoth):
         prefill, decode = cls.parts
         prompts, found = config, list[Reason]()
         if widens(prefill, config.kv_cache_dtype):
-            prompts = replace(config, kv_cache_dtype="auto", block_size=PAGE, per_head_quant_scales=False)
+            prompts = replace(config, kv_cache_dtype="auto", per_head_quant_scales=False)
             found = cls._widening_problems(config)
         elif config.per_head_quant_scales and not prefill.supports_per_head_quant_scales:
             found = [Reason("per_head_quant_scales", True, "False, or a float8 cache")]

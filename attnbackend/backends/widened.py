@@ -45,7 +45,7 @@ def widens(prefill: type[AttentionBackend], kv_cache_dtype: str) -> bool:
 
 def widened_params(params: AttentionParams) -> AttentionParams:
     """The layer as a backend sees it that is given the copy."""
-    return replace(params, kv_cache_dtype="auto", block_size=PAGE)
+    return replace(params, kv_cache_dtype="auto", block_size=PAGE, clean_pages=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,10 @@ class WidenedPlan:
 
     plan: Any
     source: CommonAttentionMetadata
-    page_ends: Tensor
-    """int32 [R], where the pages of each row end."""
-    num_pages: int
+    page_rows: Tensor
+    """int32 [P], whose keys a page of the copy holds."""
+    page_keys: Tensor
+    """int32 [P], the first of them."""
 
 
 class WidenedBuilder:
@@ -81,10 +82,10 @@ class WidenedBuilder:
         pages = -(-keys // PAGE)
         if not self._pays(queries, keys) or self._bytes(int(pages.sum())) > widened_bytes():
             return None
-        table, page_ends = self._place(pages)
+        table, rows, first_keys = self._place(pages)
         own = common.replace(block_table=table)
         plan = self._builder.build(common_prefix_len, own, fast_build)
-        return WidenedPlan(plan=plan, source=common, page_ends=page_ends, num_pages=int(pages.sum()))
+        return WidenedPlan(plan=plan, source=common, page_rows=rows, page_keys=first_keys)
 
     def _pays(self, queries: Any, keys: Any) -> bool:
         """Whether enough queries see each key: what is won grows with both, the copy with the keys alone."""
@@ -98,16 +99,18 @@ class WidenedBuilder:
         p = self._params
         return 2 * pages * PAGE * p.num_kv_heads * p.head_size * p.dtype.itemsize
 
-    def _place(self, pages: Any) -> tuple[Tensor, Tensor]:
-        """The copy's block table, and where each row's pages end; on their way to the device."""
-        ends = pages.cumsum()
-        columns = np.arange(max(1, pages.max()))
+    def _place(self, pages: Any) -> tuple[Tensor, ...]:
+        """The copy's block table, and row and first key of each page; on their way to the device."""
+        total, begins = int(pages.sum()), pages.cumsum() - pages
         # What is behind a row's last page is not read, but is a page.
-        table = np.minimum((ends - pages)[:, None] + columns, ends[-1] - 1)
-        packed = torch.from_numpy(np.concatenate([table.ravel(), ends]).astype(np.int32))
+        table = np.minimum(begins[:, None] + np.arange(max(1, pages.max())), max(0, total - 1))
+        rows = np.repeat(np.arange(len(pages)), pages)
+        first_keys = (np.arange(total) - begins[rows]) * PAGE
+        packed = torch.from_numpy(np.concatenate([table.ravel(), rows, first_keys]).astype(np.int32))
         if self._device.type == "cuda":
             packed = packed.pin_memory().to(self._device, non_blocking=True)
-        return packed[: table.size].view(table.shape), packed[table.size :]
+        flat, *of_pages = packed.split([table.size, total, total])
+        return flat.view(table.shape), *of_pages
 
 
 def widened_cache(
@@ -117,9 +120,9 @@ def widened_cache(
     from attnbackend.kernels import triton
 
     keys, values = kv_cache.unbind(1)
-    copy = keys.new_empty((2, plan.num_pages, PAGE, *keys.shape[2:]), dtype=dtype)
+    copy = keys.new_empty((2, len(plan.page_rows), PAGE, *keys.shape[2:]), dtype=dtype)
     triton.widen_pages(
-        keys, values, plan.source.block_table, plan.source.seq_lens, plan.page_ends, copy,
+        keys, values, plan.source.block_table, plan.source.seq_lens, plan.page_rows, plan.page_keys, copy,
         k_scale=tensors.k_scale, v_scale=tensors.v_scale,
     )  # fmt: skip
     return copy.transpose(0, 1)

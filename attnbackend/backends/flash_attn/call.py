@@ -84,6 +84,8 @@ class Layer:
     windowed: bool = False
     soft_capped: bool = False
     alibi: bool = False
+    clean_pages: bool = False
+    """As of `AttentionParams`: kernels may multiply what is behind the last key with 0."""
 
     @classmethod
     def of(cls, source: Any, *, kv_dtype: torch.dtype, alibi: bool) -> Layer:
@@ -93,6 +95,7 @@ class Layer:
             block_size=source.block_size or 16, group=source.num_heads // source.num_kv_heads,
             causal=source.causal, windowed=source.sliding_window is not None,
             soft_capped=source.logits_soft_cap > 0, alibi=alibi,
+            clean_pages=getattr(source, "clean_pages", False),
         )  # fmt: skip
 
 

@@ -134,13 +134,15 @@ class Trial:
 
     @cached_property
     def cache(self) -> Tensor:
-        """[B, 2, S, K, D], NaN where there is no key."""
+        """[B, 2, S, K, D], NaN where there is no key, but behind the last one where pages are clean."""
         size, dtype = self.layer.block_size, self.layer.kv_dtype
         shape = (self.table.numel() + 1, 2, size, _KV_HEADS, self.layer.head_size)
         cache = torch.full(shape, math.nan, device=self.device).to(dtype)
         for row, sides in zip(self.table.tolist(), self.sequences, strict=True):
             for side, x_LKD in enumerate(sides):
                 for page, part in zip(row, x_LKD.split(size), strict=False):
+                    if self.layer.clean_pages:
+                        cache[page, side] = 0
                     cache[page, side, : len(part)] = part
         return cache
 
