@@ -48,8 +48,8 @@ def as_current(device: torch.device) -> AbstractContextManager[object]:
 
 
 _CUDA = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT", "TORCH_SDPA")
-# What FlashAttention 3 does not serve, such as float8 caches, FlashInfer served slower on an H200: 64
-# requests of 4,096 keys in 259 microseconds instead of 129 (benchmarks/results/attention_shapes_h200.json).
+# FlashInfer is behind TRITON_ATTN: it served 64 requests of 4,096 keys in float8 in 259 microseconds on an H200,
+# instead of 129 (benchmarks/results/attention_shapes_h200.json).
 _CUDA_SM90 = (
     "FLASH_ATTN+TRITON_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TURBOQUANT",
     "TORCH_SDPA",
