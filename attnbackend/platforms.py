@@ -48,7 +48,7 @@ def as_current(device: torch.device) -> AbstractContextManager[object]:
 
 
 _CUDA = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TURBOQUANT", "TORCH_SDPA")
-# FlashInfer is behind TRITON_ATTN: it served 64 requests of 4,096 keys in float8 in 259 microseconds on an H200,
+# FlashInfer is behind TRITON_ATTN: 64 requests of 4,096 keys in float8 took it 259 microseconds on an H200,
 # instead of 129 (benchmarks/results/attention_shapes_h200.json).
 _CUDA_SM90 = (
     "FLASH_ATTN+TRITON_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TURBOQUANT",
