@@ -169,6 +169,14 @@ LEFT: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     ),
     "rows joined": (_picked(lambda x: torch.cat([x, x], 1)), "cat mixes rows: it is over dimension 1"),
     "random numbers": (_picked(lambda x: F.dropout(x, 0.5)), "dropout draws random numbers"),
+    "rows by the same rows": (
+        lambda x, rows: F.linear(y := x[0] * 2, y).index_select(0, rows),
+        "takes all rows of y beside the one",
+    ),
+    "one row for all": (
+        lambda x, rows: (x[:, :1] * 2).index_select(1, rows * 0),
+        "has no rows, or one for all",
+    ),
     "another reader": (_kept, "output reads all rows of hidden"),
     "a write behind it": (_written, "writes memory"),
     "not returned": (_used, "0 changes"),

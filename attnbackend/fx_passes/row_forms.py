@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from attnbackend._torch_compat import same_size
 from attnbackend.fx_passes.forms import (
@@ -34,12 +35,14 @@ def row_sources(node: Node, dim: int) -> Mapping[Node, int]:
 
     Args:
         node: a call; a tuple stands for its tensors.
-        dim: the dimension of the rows, which are not one alone.
+        dim: the dimension of the rows.
 
     Raises:
         NoMatch: a row is made of other rows too, or that is not known.
     """
-    name = name_of(node)
+    name, shape = name_of(node), shape_of(node)
+    if name not in _CUTS and (not shape or same_size(shape[dim], 1)):
+        raise NoMatch(f"{node} has no rows, or one for all that are picked")
     for names, rule in _RULES:
         if name in names:
             return rule(node, dim)
@@ -69,7 +72,11 @@ def _along_rows(node: Node, dim: int, count: int) -> Mapping[Node, int]:
     """A function of the ``count`` last dimensions of the first input."""
     if dim >= len(shape_of(node)) - count:
         raise NoMatch(f"{node} mixes rows: they lie in its {count} last dimensions")
-    return {first(node): dim}
+    given: list[Node] = []
+    map_arg((node.args, node.kwargs), given.append)
+    if given.count(source := first(node)) > 1:
+        raise NoMatch(f"{node} takes all rows of {source} beside the one")
+    return {source: dim}
 
 
 def _dropout(node: Node, dim: int) -> Mapping[Node, int]:
