@@ -139,6 +139,16 @@ def test_what_goes_row_by_row_is_computed_of_picked_rows(name: str) -> None:
     assert result.is_contiguous()
 
 
+def test_parts_of_what_is_wanted_whole_are_picked_of() -> None:
+    def step(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = (x * 2).chunk(2, -1)
+        return F.silu(one).index_select(1, rows), other
+
+    _, report, text = run(step, given(), ROWS_R)
+    assert "of one" in report, report
+    assert text.count("index_select(") == 1
+
+
 def _picked(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Any]:
     return lambda x, rows: function(x).index_select(1, rows)
 

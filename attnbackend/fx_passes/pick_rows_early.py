@@ -72,6 +72,9 @@ class _Above:
             node = node.prev
         if node in found.dims or any(wanted < node for wanted in found.dims):
             found.stops.append(f"{node} writes memory")
+        for part, sources in list(found.moved.items()):
+            if any(x not in found.moved and not shape_of(x) for x in sources):
+                del found.moved[part]  # of a tuple that stays whole
         return found
 
     def _add(self, node: Node, pick: Node) -> None:
