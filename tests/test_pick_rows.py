@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from latent_zoo import make_latent_model
 from model_zoo import ZOO, make_model
 from torch import Tensor, nn
 
+from attnbackend import Engine, SamplingParams
+from attnbackend.compiler import make_compiler
 from attnbackend.fx_passes import PickRowsEarly, graph_text
+from attnbackend.integrations import transformers as transformers_models
 from attnbackend.integrations.compiled_layers import why_not_picked
 from attnbackend.integrations.transformers import TransformersModel, _decoder_layers
 from attnbackend.ops.cpu_linear import cpu_linear
@@ -228,3 +232,16 @@ def test_a_model_that_mixes_rows_behind_its_last_layer_is_served_as_before() -> 
     assert reason == "what follows the last layer does not go row by row"
     reason = why_not_picked(layers[::-1], served._logits_of, served.device)
     assert reason == "its layers do not run once each, in order"
+
+
+def test_no_number_of_wanted_rows_is_compiled_for_while_an_engine_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = partial(make_compiler, compiler="aot_eager")
+    monkeypatch.setattr(transformers_models, "make_compiler", compiler)
+    engine = Engine(make_model("llama"), num_blocks=40, max_num_seqs=4, max_num_batched_tokens=24)
+    compiled = engine.runner.model.compiler  # type: ignore[attr-defined]
+    before = compiled.num_graphs
+    for lengths in ([5], [20], [9, 7], [8, 3, 7, 2], [30, 1]):
+        engine.generate([[7] * length for length in lengths], SamplingParams(max_tokens=3))
+    assert compiled.num_graphs == before

@@ -75,7 +75,8 @@ class LastLayer(CompiledLayer):
             return super().__call__(*args, **kwargs)
         count = len(rows_R)
         if count < _FEWEST:
-            rows_R = torch.cat([rows_R, rows_R.new_zeros(_FEWEST - count)])
+            with torch.inference_mode(False):  # torch compiles for tensors of inference apart from others.
+                rows_R = torch.cat([rows_R, rows_R.new_zeros(_FEWEST - count)])
         result = self.run_and_pick(self.layer, rows_R, *args, **kwargs)
         return _of_hidden(result, lambda hidden_1RH: hidden_1RH[:, :count])
 
