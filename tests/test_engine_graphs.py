@@ -23,6 +23,7 @@ from attnbackend.backend import AttentionBackend
 from attnbackend.backends.standard import BatchMetadataBuilder
 from attnbackend.compiler import make_compiler
 from attnbackend.cudagraph import RecordedGraphs
+from attnbackend.fx_passes import PickRowsEarly
 from attnbackend.integrations import transformers as transformers_models
 from attnbackend.metadata import CommonAttentionMetadata
 from attnbackend.ops import cpu_linear
@@ -148,7 +149,11 @@ def test_pieces_run_attention_with_the_plan_of_the_step(model: Any, backend: str
 def test_compiled_layers_are_captured_in_pieces(
     model: Any, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
 ) -> None:
-    """Each decoder layer is cut in two pieces, and both layers share them."""
+    """Each decoder layer is cut in two pieces, and both layers share them.
+
+    Padding may change how many tokens are picked as queries, and with that how their sums are rounded.
+    """
+    monkeypatch.setattr(transformers_models, "PickRowsEarly", partial(PickRowsEarly, picks_queries=False))
     monkeypatch.setattr(transformers_models, "make_compiler", partial(make_compiler, compiler="aot_eager"))
     without = logits_of_all_steps(
         without_graphs(model, "TORCH_SDPA", CUDAGraphMode.PIECEWISE, compile=True), seed=5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport
 from attnbackend.fx_passes.edits import emit, emit_again
 from attnbackend.fx_passes.forms import NoMatch, argument, first, has_layout_of, name_of, shape_of
-from attnbackend.fx_passes.nodes import may_write, tensor_of
+from attnbackend.fx_passes.nodes import OpNode, may_write, tensor_of
+from attnbackend.fx_passes.pick_queries import attend_picked, attention_into
 from attnbackend.fx_passes.row_forms import RESHAPES, row_sources
 
 __all__ = ["PickRowsEarly"]
@@ -26,21 +27,34 @@ class PickRowsEarly(GraphPass):
     projections, norms and the MLP then run on those. It pays where fewer rows are picked than there
     are, which a graph does not tell: run it on graphs of which you know it.
 
-    It moves past what computes each row of its result of the same row of its inputs, and stops, with the
-    reason, at what somebody else reads, what may mix rows, and the last call that writes memory, which
-    attention is.
+    Of attention on a CPU, picked tokens alone are then queries, each a request of its own: their keys are in
+    the cache. Their sums may be rounded otherwise. It moves past what computes each row of its result of the
+    same row of its inputs, and stops, with the reason, at what somebody else reads, what may mix rows, and
+    calls that write other memory.
+
+    Args:
+        picks_queries: False: attention stays as it is.
     """
 
     name = "pick_rows_early"
+
+    def __init__(self, picks_queries: bool = True) -> None:
+        self.picks_queries = picks_queries
 
     def run(self, graph_module: GraphModule) -> PassReport:
         graph, changes, misses = graph_module.graph, [], []
         for pick in filter(_is_pick, graph.output_node().all_input_nodes):
             above = _Above.of(pick)
-            if above.moved:
-                changes.append(_move(graph, pick, above))
-            else:
+            if not above.moved:
                 misses.append(NearMiss(pick.name, "earlier pick of rows", tuple(above.stops)))
+                continue
+            change, picks = _move(graph, pick, above)
+            changes.append(change)
+            for attention, early in _attentions(graph, picks if self.picks_queries else ()):
+                try:
+                    changes += _attend(graph, attention, early)
+                except NoMatch as no:
+                    misses.append(NearMiss(attention.node.name, "attention of picked rows", (str(no),)))
         if changes:
             graph_module.recompile()
         return PassReport(self.name, tuple(changes), tuple(misses))
@@ -96,7 +110,23 @@ class _Above:
                 raise NoMatch(f"{user} reads all rows of {node}")
 
 
-def _move(graph: Graph, pick: Node, above: _Above) -> Change:
+def _attentions(graph: Graph, picks: Sequence[Node]) -> Iterator[tuple[OpNode, Node]]:
+    """What writes that of which rows are picked."""
+    for pick in picks:
+        if (attention := attention_into(graph, first(pick))) is not None:
+            yield attention, pick
+
+
+def _attend(graph: Graph, attention: OpNode, pick: Node) -> Iterator[Change]:
+    name, query = attention.node.name, attention.arguments()["query"]
+    queries = attend_picked(graph, attention, pick)
+    yield Change(name, f"of {query}", f"of {queries}", "each picked token is a request")
+    if (above := _Above.of(queries)).moved:
+        yield _move(graph, queries, above)[0]
+
+
+def _move(graph: Graph, pick: Node, above: _Above) -> tuple[Change, list[Node]]:
+    """The picks that take the place of ``pick``, too."""
     rows, last = argument(pick, 2, "index"), first(pick)
     picked: dict[Node, Node] = {}
     with graph.inserting_before(pick):
@@ -109,11 +139,12 @@ def _move(graph: Graph, pick: Node, above: _Above) -> Change:
         if not has_layout_of(tensor_of(result), tensor_of(pick)):
             result = emit(graph, aten.contiguous.default, result, like=pick)
     pick.replace_all_uses_with(result)
-    made = [node for node in picked if node not in above.moved]
     for node in (pick, *above.moved):
         graph.erase_node(node)
-    names = ", ".join(node.name for node in made)
-    return Change(pick.name, f"of {last}", f"of {names}", f"{len(above.moved)} calls go row by row")
+    picked_of = [node for node in picked if node not in above.moved]
+    names = ", ".join(node.name for node in picked_of)
+    change = Change(pick.name, f"of {last}", f"of {names}", f"{len(above.moved)} calls go row by row")
+    return change, [picked[node] for node in picked_of]
 
 
 def _again(graph: Graph, node: Node, dim: int, picked: Mapping[Node, Node]) -> Node:

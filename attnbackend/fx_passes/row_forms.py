@@ -125,12 +125,17 @@ def _permute(node: Node, dim: int) -> Mapping[Node, int]:
 
 
 def _getitem(node: Node, dim: int) -> Mapping[Node, int]:
-    cut, place = node.args
-    if isinstance(cut, Node) and isinstance(place, int) and name_of(cut) in _CUTS:
-        return {cut: dim}
+    source, place = node.args
+    if isinstance(source, Node) and isinstance(place, int):
+        return {source: dim if name_of(source) in _CUTS else dim + 1}
     if only_adds_dimensions(place):
         return _reshape(node, dim)
     return _part(node, dim)
+
+
+def _select(node: Node, dim: int) -> Mapping[Node, int]:
+    source = first(node)
+    return {source: dim + (dim >= argument(node, 1, "dim") % len(shape_of(source)))}
 
 
 def _part(node: Node, dim: int) -> Mapping[Node, int]:
@@ -173,6 +178,7 @@ _RULES: Sequence[tuple[set[str], Callable[[Node, int], Mapping[Node, int]]]] = (
     (RESHAPES, _reshape),
     ({"permute", "transpose"}, _permute),
     ({"getitem"}, _getitem),
+    ({"select"}, _select),
     ({"slice", "narrow"}, _part),
     (_CUTS, _cut),
     ({"cat"}, _cat),
