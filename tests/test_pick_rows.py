@@ -5,6 +5,7 @@ Shape legend: T tokens, R rows that are picked, H hidden size.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from functools import partial
@@ -245,3 +246,39 @@ def test_no_number_of_wanted_rows_is_compiled_for_while_an_engine_serves(
     for lengths in ([5], [20], [9, 7], [8, 3, 7, 2], [30, 1]):
         engine.generate([[7] * length for length in lengths], SamplingParams(max_tokens=3))
     assert compiled.num_graphs == before
+
+
+_STEPS: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda a, b: a + b * 0.5,
+    lambda a, b: F.silu(a) * b,
+    lambda a, b: F.linear(a, WEIGHT),
+    lambda a, b: torch.cat([b[..., 4:], a[..., :4]], -1),
+    lambda a, b: a * (b.pow(2).mean(-1, keepdim=True) + 1).rsqrt(),
+    lambda a, b: a.view(T, H).unsqueeze(0) * GAIN,
+    lambda a, b: a.unflatten(-1, (2, 4)).transpose(1, 2).softmax(-1).transpose(1, 2).reshape(1, T, H),
+    lambda a, b: torch.cat(a.split([2, 6], -1)[::-1], -1),
+    lambda a, b: a.cumsum(1) * 0.1,
+    lambda a, b: a.roll(1, 1),
+    lambda a, b: a + b.mean(1, keepdim=True),
+    lambda a, b: torch.where(a[..., :1] > 0, a, b),
+    lambda a, b: a.mul_(0.5),
+    lambda a, b: F.linear(a, a[0] * 0.1).sum(-1, keepdim=True) + b,
+    lambda a, b: a[:, :1] + torch.zeros_like(b),
+]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_computations_keep_their_meaning(seed: int) -> None:
+    choose = random.Random(seed)
+    steps = [(choose.choice(_STEPS), choose.random(), choose.random()) for _ in range(9)]
+    returned, dim = choose.random() < 0.3, choose.choice((1, 1, 1, 2))
+
+    def step(x: Tensor, rows: Tensor) -> Any:
+        values = [x * 1, x + 1]
+        for call, one, other in steps:
+            recent = values[-3:]
+            values.append(call(recent[int(one * len(recent))], recent[int(other * len(recent))]))
+        result = values[-1].index_select(dim, rows)
+        return (result, values[-2]) if returned else result
+
+    run(step, given(seed), ROWS_R)
