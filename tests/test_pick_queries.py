@@ -5,6 +5,7 @@ Shape legend: T tokens, R tokens that are picked, S requests, H heads, D head si
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,3 +120,31 @@ def test_attention_stays_where_its_rows_are_wanted_or_are_not_of_one_token(name:
     report, calls = run(kept if name == "another reader" else step, given)
     assert LEFT[name] in report, report
     assert attended(calls).shape == (T, H, D)
+
+
+@pytest.mark.parametrize("change", [lambda q: q[:1].mul_(2), lambda q: LENS.sub_(0)])
+def test_what_attention_reads_is_not_read_before_a_write(change: Callable[[Tensor], Tensor]) -> None:
+    def step(x: Tensor, rows: Tensor, cache: Tensor) -> Tensor:
+        q = F.linear(x, WEIGHT[: H * D]).view(T, H, D)
+        change(q)
+        output = q.new_empty(q.shape)
+        ops.attention(q, None, None, cache, output, STARTS, LENS, TABLE, scale=0.2)
+        return F.silu(output).index_select(0, rows)
+
+    report, calls = run(step, inputs())
+    assert "writes what attention_default reads" in report
+    assert attended(calls).shape == (T, H, D)
+
+
+def test_tokens_of_no_request_may_be_picked() -> None:
+    """Two more tokens than the requests have, whose output stays as it was before: zeros."""
+
+    def step(x: Tensor, rows: Tensor, cache: Tensor) -> Tensor:
+        q = F.linear(x, WEIGHT[: H * D]).view(T + 2, H, D)
+        output = q.new_zeros(q.shape)
+        ops.attention(q, None, None, cache, output, STARTS, LENS, TABLE, scale=0.2)
+        return F.silu(output).index_select(0, rows)
+
+    x, _, cache = inputs()
+    report, _ = run(step, (torch.cat([x, x[:, :2]], 1), torch.tensor([T + 1, 5, T, 0]), cache))
+    assert "each picked token is a request" in report

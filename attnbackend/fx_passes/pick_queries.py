@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from attnbackend._torch_compat import same_size
 from attnbackend.fx_passes.edits import emit, nodes_between, remove_unused
 from attnbackend.fx_passes.forms import NoMatch, argument, first, shape_of
+from attnbackend.fx_passes.memory import Memory
 from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
 from attnbackend.ops.library import ATTENTION, role_of
 
@@ -21,6 +22,7 @@ __all__ = ["attend_picked", "attention_into"]
 aten = torch.ops.aten
 _ONE_ROW_A_QUERY = ("lse", "bidirectional_ranges", "output_scale", "output_block_scale")
 """Arguments of attention that a picked token would need a part of."""
+_BATCH = ("query_start_loc", "seq_lens", "block_table")
 
 
 def attention_into(graph: Graph, output: Node) -> OpNode | None:
@@ -48,6 +50,9 @@ def attend_picked(graph: Graph, attention: OpNode, pick: Node) -> Node:
     given = attention.arguments()
     _check(attention.node, given, pick)
     rows_R, query = argument(pick, 2, "index"), given["query"]
+    read = [rows_R, query, *(given[name] for name in _BATCH)]
+    if (write := Memory(graph).first_write(query.next, attention.node, read)) is not None:
+        raise NoMatch(f"{write} writes what {attention.node} reads, behind {query}")
     with graph.inserting_before(query.next):  # and so before what writes the cache
         picked = emit(graph, aten.index_select.default, query, 0, rows_R, like=query)
         changed = _requests(graph, attention.node, given, rows_R)
@@ -70,7 +75,7 @@ def _check(call: Node, given: dict[str, Any], pick: Node) -> None:
         raise NoMatch(f"{call} has its plan from the host, which does not know of picked tokens")
     if argument(pick, 1, "dim") != 0 or first(pick) is not given["output"]:
         raise NoMatch(f"{pick} does not pick tokens of {given['output']}")
-    batch = (given[name] for name in ("query_start_loc", "seq_lens", "block_table"))
+    batch = (given[name] for name in _BATCH)
     if late := [node for node in (*batch, argument(pick, 2, "index")) if given["query"] < node]:
         raise NoMatch(f"{late[0]} is computed behind {given['query']}")
     if others := [user for user in given["output"].users if user not in (call, pick)]:
@@ -87,18 +92,19 @@ def _check(call: Node, given: dict[str, Any], pick: Node) -> None:
 
 
 def _requests(graph: Graph, call: Node, given: dict[str, Any], rows_R: Node) -> dict[str, Any]:
-    """Arguments of a batch in which each picked token is a request."""
+    """Arguments of a batch in which each picked token is a request; one of no request has no keys."""
 
     def put(target: Any, *args: Any, **kwargs: Any) -> Node:
         return emit(graph, target, *args, like=call, **kwargs)
 
-    starts, lens, table = (given[name] for name in ("query_start_loc", "seq_lens", "block_table"))
+    starts, lens, table = (given[name] for name in _BATCH)
     token_R = put(aten._to_copy.default, rows_R, dtype=torch.int32)
-    next_R = put(aten.searchsorted.Tensor, starts, token_R, right=True)
+    next_R = put(aten.searchsorted.Tensor, put(aten.slice.Tensor, starts, 0, 0, -1), token_R, right=True)
     request_R = put(aten.sub.Tensor, next_R, 1)
     behind_R = put(aten.sub.Tensor, put(aten.index_select.default, starts, 0, next_R), token_R)
-    whole_R = put(aten.add.Tensor, put(aten.index_select.default, lens, 0, request_R), 1)
-    lens_R = put(aten.clamp.default, put(aten.sub.Tensor, whole_R, behind_R), 0)
+    whole_R = put(aten.index_select.default, lens, 0, request_R)
+    seen_R = put(aten.sub.Tensor, put(aten.add.Tensor, whole_R, 1), behind_R)
+    lens_R = put(aten.clamp.default, put(aten.minimum.default, seen_R, whole_R), 0)
     count_R = put(aten.cumsum.default, put(aten.ones_like.default, token_R), 0)
     starts_R1 = put(aten.constant_pad_nd.default, count_R, [1, 0])
     return {
