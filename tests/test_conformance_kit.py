@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import combinations
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from attnbackend.testing.conformance import (
     report_html,
 )
 from attnbackend.testing.conformance.cases import CaseGenerator
+from attnbackend.testing.conformance.crossings import covering
 from attnbackend.testing.conformance.honest import HonestBackend, HonestImpl
 from attnbackend.testing.conformance.mutants import MUTANTS
 from attnbackend.testing.conformance.sync_watch import SyncWatch
@@ -60,6 +62,16 @@ def test_cases_are_the_same_each_time_and_their_ids_unique_within_a_check() -> N
 
     assert ids(0) == ids(0) == ids(7)
     assert len(set(ids(0))) == len(ids(0))
+
+
+def test_few_choices_hold_every_pair_that_is_allowed() -> None:
+    axes = {axis: [f"{axis}{n}" for n in range(4)] for axis in "abcdefgh"}
+    apart = {"a1", "b2"}
+    choices = list(covering(axes, lambda choice: not apart <= set(choice.values())))
+    pairs = {frozenset(two) for choice in choices for two in combinations(choice.values(), 2)}
+    asked = {frozenset((x, y)) for a, b in combinations(axes, 2) for x in axes[a] for y in axes[b]}
+    assert pairs == asked - {frozenset(apart)}
+    assert len(choices) <= 40, "two axes alone need 16"
 
 
 def test_another_seed_gives_other_data() -> None:

@@ -21,6 +21,7 @@ from attnbackend.testing.conformance.batch_shapes import (
     UNEVEN_DECODE,
 )
 from attnbackend.testing.conformance.case import ConformanceCase
+from attnbackend.testing.conformance.crossings import crossings
 from attnbackend.testing.conformance.feature import Feature
 from attnbackend.testing.conformance.features import claimed_features
 from attnbackend.testing.conformance.kinds import fit_to_batch
@@ -44,6 +45,17 @@ _LARGE = (
     "everything_strided",
 )
 """Features that run over `LARGE_BATCHES` too."""
+_IN_DECODES = (
+    "heads",
+    "dtype",
+    "layout",
+    "memory",
+    "head_size",
+    "block_size",
+    "per_head_quant_scales",
+    "cross",
+)
+"""Claims by which kernels are often chosen for decodes alone."""
 _PAIRS = (MIXED, DECODE, ONE_REQUEST, "page_edges", UNEVEN_DECODE)
 """Batches of two features together."""
 
@@ -68,6 +80,9 @@ class CaseGenerator:
         """Every feature over every batch; quick: each feature over one, and all batches with all features."""
         for name, feature in self.features.items():
             yield from self.some(*((name, batch) for batch in self._batches(feature)))
+        if not self.quick:
+            for name, batch, changes in crossings(self.backend, self.base):
+                yield from self._made(name, batch, PAIRS, changes)
 
     def _batches(self, feature: Feature) -> Iterator[str]:
         if feature.name.startswith(_LONG_SUMS):
@@ -77,11 +92,10 @@ class CaseGenerator:
             return iter(dict.fromkeys((*small, *(LARGE_BATCHES if feature.name in _LARGE else ()))))
         if feature.name in ("plain", "everything"):
             return iter((*BATCHES, *LARGE_BATCHES))
-        if feature.claim == "dtype" or feature.name == self.scaled_cache:
-            return iter((MIXED, DECODE))
         if feature.name == _DRAFTS:
             return iter((MIXED, "uniform_of_four"))
-        small = (DECODE,) if feature.claim == "heads" else (MIXED,)
+        in_decodes = feature.claim in _IN_DECODES or feature.name == self.scaled_cache
+        small = (MIXED, DECODE) if in_decodes else (MIXED,)
         return iter((*small, *(LARGE_BATCHES if feature.name in _LARGE_QUICK else ())))
 
     @cached_property
@@ -105,13 +119,17 @@ class CaseGenerator:
         claimed = self.features.get(feature)
         if claimed is None:
             return
-        lengths = {**BATCHES, **LARGE_BATCHES}[batch]
-        fields = fit_to_batch({**self.base, **claimed.changes, **lengths, **changes})
+        yield from self._made(feature, batch, claimed.claim, {**claimed.changes, **changes}, claimed.times)
+
+    def _made(
+        self, name: str, batch: str, claim: str, changes: dict[str, Any], times: int = 1
+    ) -> Iterator[ConformanceCase]:
+        fields = fit_to_batch({**self.base, **{**BATCHES, **LARGE_BATCHES}[batch], **changes})
         for heads in ("num_heads", "num_kv_heads"):
-            fields[heads] *= claimed.times
+            fields[heads] *= times
         fields["lse"] = bool(fields["lse"] and self.backend.supports_lse())
         if _goes_together(fields) and self._is_claimed(attention := AttentionCase(**fields)):
-            yield ConformanceCase(id=f"{feature}-{batch}", feature=claimed.claim, attention=attention)
+            yield ConformanceCase(id=f"{name}-{batch}", feature=claim, attention=attention)
 
     @cached_property
     def base(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from attnbackend.backend import AttentionBackend
 from attnbackend.kv_cache import KV_CACHE_DTYPES
 from attnbackend.selector import AttentionSelectorConfig
-from attnbackend.testing.conformance.batch_shapes import BATCHES, LARGE_BATCHES, MIXED
+from attnbackend.testing.conformance.batch_shapes import BATCHES, DECODE, LARGE_BATCHES, MIXED
 from attnbackend.testing.conformance.latent.case import LatentCase
 from attnbackend.testing.conformance.sizes import pick_size, probing_sizes
 from attnbackend.testing.mla_cases import MLACase
@@ -110,9 +110,9 @@ class LatentCases:
         )
 
     def pairs(self) -> Iterator[LatentCase]:
-        """Every feature over every batch; quick: each feature over one, and "plain" over all."""
+        """Every feature over every batch; quick: each feature over two, and "plain" over all."""
         for name in self.features:
-            for batch in BATCHES if name == "plain" or not self.quick else (MIXED,):
+            for batch in BATCHES if name == "plain" or not self.quick else (MIXED, DECODE):
                 yield from self.case(name, batch)
         for batch in LARGE_BATCHES:
             yield from self.case("plain", batch)

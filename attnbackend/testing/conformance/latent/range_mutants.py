@@ -61,6 +61,13 @@ class _MaximumFromZero(TorchMLAImpl):
         return out_NHL.masked_fill(lost_NH.unsqueeze(-1), torch.nan), lse_NH
 
 
+class _ManyHeadsOfDecodes(TorchMLAImpl):
+    def forward_mqa(self, *args: Any) -> None:
+        super().forward_mqa(*args)
+        if args[0].shape[1] > 64 and all(r.stop - r.start == 1 for r in args[3].requests):
+            args[4][:, 64:] *= 1.01
+
+
 class _StaleSplits(TorchMLAImpl):
     """Merges as many partial results of 512 keys as the call before had."""
 
@@ -93,6 +100,10 @@ LATENT_RANGE_MUTANTS = (
     ),
     LatentMutant("lse_clamped", "the LSE is at least -30", "mqa", _LSEClamped),
     LatentMutant("maximum_from_zero", "the maximum of logits is at least 0", "mqa", _MaximumFromZero),
+    LatentMutant(
+        "many_heads_of_decodes", "in decodes, heads from the 65th on are off by 1%", "mqa",
+        _ManyHeadsOfDecodes,
+    ),
     LatentMutant(
         "stale_splits", "partial results of a longer call are merged into a shorter one", "stateless",
         _StaleSplits,

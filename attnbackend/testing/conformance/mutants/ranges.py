@@ -15,7 +15,7 @@ from attnbackend.metadata import CommonAttentionMetadata
 from attnbackend.testing.conformance.honest import HonestImpl, Places
 from attnbackend.testing.conformance.mutants.assumptions import DecodesWithoutValueScale
 from attnbackend.testing.conformance.mutants.mutant import Mutant
-from attnbackend.testing.conformance.mutants.paths import on_path
+from attnbackend.testing.conformance.mutants.paths import CROSS, on_path
 
 __all__ = ["RANGE_MUTANTS"]
 
@@ -152,6 +152,27 @@ RANGE_MUTANTS = (
         "drafts_under_wide_window", "for a few tokens each under a window wider than a page",
         lambda c: c.window > c.params.block_size and bool((c.query_lens == 4).all()),
         "window_over_pages-uniform_of_four",
+    ),
+    on_path("hnd_decode", "in decodes from HND caches", lambda c: c.is_decode and c.is_hnd, "hnd-decode"),
+    on_path(
+        "odd_pages_of_decodes", "in decodes from pages of no power of 2",
+        lambda c: c.is_decode and c.params.block_size & (c.params.block_size - 1), "block_size_48-decode",
+    ),
+    on_path(
+        "odd_groups_of_prompts", "for groups of no power of 2, in prompts",
+        lambda c: not c.is_decode and c.group & (c.group - 1), "group_of_three-mixed",
+    ),
+    on_path(
+        "cross_decode", "in decodes of cross attention", lambda c: c.is_decode and c.is_kind(CROSS),
+        "cross-decode",
+    ),
+    on_path(
+        "odd_groups_with_odd_heads", "for groups of no power of 2 with heads that 16 does not divide",
+        lambda c: c.group & (c.group - 1) and c.params.head_size % 16, "crossed_*",
+    ),
+    on_path(
+        "odd_pages_with_wide_window", "under a window in pages of no power of 2",
+        lambda c: c.window and c.params.block_size & (c.params.block_size - 1), "crossed_*",
     ),
     Mutant(
         "decodes_of_halves_without_value_scale", "16 bits alone; v_scale is not applied in decodes",
