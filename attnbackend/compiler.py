@@ -37,6 +37,7 @@ class CompilerWithPasses:
     def __init__(
         self, manager: PassManager, compiler: str, options: dict[str, Any] | None, in_pieces: bool = False
     ) -> None:
+        self.__name__ = "attnbackend"  # as torch's errors say
         self.manager = manager
         self.reports: list[PassReport] = []
         """What the passes did, graph by graph."""

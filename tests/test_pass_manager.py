@@ -291,6 +291,46 @@ class PluginPass(GraphPass):
         return PassReport(self.name)
 
 
+class Nameless(GraphPass):
+    def run(self, graph_module: torch.fx.GraphModule) -> PassReport:
+        return PassReport("nameless")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (PluginPass, "is no GraphPass: <class"),
+        ("remove_no_ops", "is no GraphPass: 'remove_no_ops'"),
+        (Nameless(), "has no name"),
+    ],
+)
+def test_what_is_no_pass_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=rf"passes\[1\] {message}"):
+        PassManager([SelectBackend(), given])
+
+
+def _out_of_order(graph: torch.fx.Graph) -> PassReport:
+    call = next(node for node in graph.nodes if node.op == "call_method")
+    next(iter(call.users)).append(call)
+    return PassReport("careless", (Change("a", "b", "c", "d"),))
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [(_out_of_order, "left a graph that cannot run"), (lambda graph: None, "returned None; expected a")],
+)
+def test_a_careless_pass_is_named(does: Callable[[torch.fx.Graph], Any], message: str) -> None:
+    class Careless(GraphPass):
+        name = "careless"
+
+        def run(self, graph_module: torch.fx.GraphModule) -> PassReport:
+            return does(graph_module.graph)  # type: ignore[no-any-return]
+
+    compiled = attnbackend.compile(lambda x: x.sin() + 1, passes=[Careless()], compiler="eager")
+    with pytest.raises(Exception, match=f"backend='attnbackend'(.|\n)*pass 'careless' {message}"):
+        compiled(torch.ones(3))
+
+
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [

@@ -33,11 +33,16 @@ class PassManager:
         strict: a pass that changes nothing in a graph is an error.
         dump_folder: where each graph is written before and after each pass, as text and as an HTML
             comparison; None: nowhere.
+
+    Raises:
+        TypeError: something in ``passes`` is no pass, or has no name.
     """
 
     def __init__(
         self, passes: Sequence[GraphPass], *, strict: bool = False, dump_folder: str | Path | None = None
     ) -> None:
+        for place, given in enumerate(passes):
+            _check_pass(place, given)
         self.passes = tuple(sorted(passes, key=lambda graph_pass: graph_pass.stage))
         self.strict = strict
         self.reports: list[PassReport] = []
@@ -53,6 +58,8 @@ class PassManager:
 
         Raises:
             CacheOrderError: a pass changed what is written to a cache or read of it.
+            RuntimeError: a pass left a graph that cannot run.
+            TypeError: a pass did not return a `PassReport`.
             ValueError: ``strict``, and a pass changed nothing.
         """
         if self._dumps is not None:
@@ -87,8 +94,10 @@ class PassManager:
         text = "" if self._dumps is None else graph_text(graph_module)
         history = cache_history(graph_module)
         report = graph_pass.run(graph_module)
+        if not isinstance(report, PassReport):
+            raise TypeError(f"pass {graph_pass.name!r} returned {report!r}; expected a PassReport")
         if report.changes:
-            graph_module.graph.lint()
+            _check_graph(graph_pass.name, graph_module)
         check_cache_history(graph_pass.name, history, cache_history(graph_module))
         if self._dumps is not None:
             self._dumps.write(graph_pass.name, text, graph_text(graph_module), str(report))
@@ -106,3 +115,21 @@ class PassManager:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.reports)) or "no graph was compiled yet"
+
+
+def _check_pass(place: int, given: object) -> None:
+    if not isinstance(given, GraphPass) or not isinstance(getattr(given, "name", None), str):
+        what = "has no name" if isinstance(given, GraphPass) else "is no GraphPass"
+        raise TypeError(
+            f"passes[{place}] {what}: {given!r}; expected an instance of a class that is derived from "
+            "fx_passes.GraphPass and has a `name`"
+        )
+
+
+def _check_graph(pass_name: str, graph_module: GraphModule) -> None:
+    try:
+        graph_module.graph.lint()
+    except Exception as error:  # lint raises whatever it comes across
+        raise RuntimeError(
+            f"pass {pass_name!r} left a graph that cannot run; leave the pass out, it is at fault: {error}"
+        ) from error
