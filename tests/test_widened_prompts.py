@@ -108,6 +108,7 @@ def test_copies_keep_the_claims(case: str, copies: list[Any]) -> None:
     assert copies
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the stand-in for the library is on the CPU")
 def test_flash_attn_may_multiply_what_is_behind_the_last_key(
     copies: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,12 +166,12 @@ def copied_pages(builder: Any, common: CommonAttentionMetadata) -> int:
         ([2000], [2000], {}, 16),
         ([1000], [60_000], {}, 469),
         ([300], [300], {}, 0),
-        ([200], [60_000], {}, 0),
+        ([40], [60_000], {}, 0),
         ([4] * 64, [4096] * 64, {}, 0),
         ([1, 1, 2000, 1], [8000, 8000, 2000, 129], {}, 18),
         ([2000, 0], [2000, 9000], {}, 16),
-        ([2000], [60_000], {"sliding_window": 4096}, 0),
-        ([2000], [4000], {"sliding_window": 4096}, 32),
+        ([400], [60_000], {"sliding_window": 512}, 0),
+        ([400], [2000], {"sliding_window": 512}, 16),
         ([2000], [2000], {"attn_type": AttentionType.ENCODER_ONLY}, 0),
     ],
 )  # fmt: skip
