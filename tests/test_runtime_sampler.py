@@ -10,6 +10,7 @@ from torch import Tensor
 from attnbackend.runtime import SamplingParams
 from attnbackend.runtime.random_draws import draw_key, gumbel_draws, uniform_draws
 from attnbackend.runtime.sampler import INVALID_TOKEN, Draw, filter_logits, sample_tokens
+from attnbackend.runtime.started_step import SampledTokens, TokenMemory
 
 GREEDY = SamplingParams()
 RANDOM = SamplingParams(temperature=1.0)
@@ -218,3 +219,18 @@ def test_frequencies_follow_the_distribution(params: SamplingParams) -> None:
         expected = count * weight / sum(weights.values())
         chi_squared += (tokens.count(token) - expected) ** 2 / expected
     assert chi_squared < 25, "above the 0.9999 quantile for 5 degrees of freedom"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("odd", [None, "inf", "-inf", "nan", "-nan"])
+def test_tokens_of_logits_that_are_not_finite_are_told_from_those_of_large_ones(
+    dtype: torch.dtype, odd: str | None
+) -> None:
+    largest = torch.tensor([0.0, torch.finfo(dtype).max, -1.5, torch.finfo(dtype).min, 1.0], dtype=dtype)
+    if odd is not None:
+        largest[2] = float(odd.removeprefix("-")) * (-1 if odd[0] == "-" else 1)
+    memory = TokenMemory.on(torch.device("cpu"), 7, dtype)
+    for x, values in zip(memory.leading(5), (torch.arange(5), largest), strict=True):
+        x.copy_(values)
+    tokens = SampledTokens(7, torch.device("cpu")).start(memory, [object()] * 5).tokens()  # type: ignore[list-item]
+    assert tokens == [0, 1, 2 if odd is None else INVALID_TOKEN, 3, 4]

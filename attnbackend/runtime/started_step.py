@@ -5,6 +5,7 @@ Shape suffixes: N rows of logits, V vocabulary.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -65,6 +66,11 @@ class _Slot:
         # Python's own views: torch's code is seldom in a near cache after a wait, and slow then.
         view, (kind, self._exponent) = self.packed.numpy().data, _BITS[like.dtype]
         self._ids, self._largest = view[:split].cast("q"), view[split:].cast(kind)
+        size = like.dtype.itemsize
+        self._ends = view[split:][size - 1 if sys.byteorder == "little" else 0 :: size]
+        end = self._exponent >> 8 * (size - 1)
+        self._suspect = bytes(byte for byte in range(256) if byte & end == end)
+        """The bytes at the end, that of the sign, of logits that are not finite; few others have them."""
 
     def fits(self, memory: TokenMemory) -> bool:
         return self.rows == memory.rows and self.dtype is memory.dtype
@@ -77,6 +83,8 @@ class _Slot:
     def tokens(self, count: int) -> list[int]:
         """Of the first rows, `INVALID_TOKEN` for those whose largest logit is not finite."""
         ids: list[int] = self._ids[:count].tolist()
+        if len(self._ends[:count].tobytes().translate(None, self._suspect)) == count:
+            return ids
         exponent = self._exponent
         for row, bits in enumerate(self._largest[:count].tolist()):
             if bits & exponent == exponent:
