@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from library_fakes import FakeFlashBackend, FakeProvider
+from model_zoo import make_model
 from op_cases import DEVICE
+from random_serving import logits_of_all_steps
 from toy_backends import ToyBuilder, make_backend
 
 from attnbackend import (
@@ -33,6 +35,8 @@ from attnbackend.native_calls import LibraryCall, amounts_to, lessons
 from attnbackend.ops.generate import backend_op
 from attnbackend.ops.library import ATTENTION
 from attnbackend.registry import registry_scope
+from attnbackend.runtime.engine_core import EngineCore
+from attnbackend.runtime.model_runner import build_runner
 from attnbackend.testing import (
     AttentionCase,
     make_batch,
@@ -122,6 +126,21 @@ def test_flash_attn_may_multiply_what_is_behind_the_last_key(
     case = "cache_fp8_per_head_scales-chunked_prefill"
     check_backend("FAKE_FLASH+TORCH_SDPA", only=["numerics"], case=case).assert_ok()
     assert copies
+
+
+def test_an_engine_serves_over_copies_what_it_serves_without(copies: list[Any]) -> None:
+    """Bit for bit: both parts are one library."""
+    found = []
+    for backend in (NAME, "TORCH_SDPA"):
+        runner = build_runner(
+            make_model("llama").to(DEVICE), backend=backend, block_size=16, num_blocks=200, max_num_seqs=8,
+            max_num_batched_tokens=64, compile=False, kv_cache_dtype="fp8_e4m3",
+        )  # fmt: skip
+        engine = EngineCore(runner, max_num_seqs=8, max_num_batched_tokens=64, eos_token_ids=())
+        found.append(logits_of_all_steps(engine, seed=7, steps=60))
+    assert len(copies) > 10
+    assert [rows for rows, _ in found[0]] == [rows for rows, _ in found[1]]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(*found, strict=True))
 
 
 def params_of(**changes: Any) -> AttentionParams:
