@@ -248,6 +248,13 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """
         return True
 
+    def leads_on_prompts(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Whether this backend was measured to be ahead on a batch whose requests all bring prompts.
+
+        A composition of two backends, one for prompts and one for decode, asks the latter.
+        """
+        return False
+
     @abstractmethod
     def build(
         self,

@@ -29,10 +29,14 @@ from paged_batches import (  # noqa: F401 (pytestmark)
 )
 from test_triton_new_tokens import forget_new_rows, own
 
+from attnbackend import CommonAttentionMetadata
+from attnbackend.backends.triton_attn import TritonMetadataBuilder
+from attnbackend.impl import AttentionParams
 from attnbackend.kernels.triton import paged_attention
 from attnbackend.kernels.triton import paged_hopper_launch as hopper
 from attnbackend.kernels.triton.launch import prepare
 from attnbackend.kernels.triton.paged_hopper_launch import Matrix, matrix_of
+from attnbackend.kv_cache import spec_of
 
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
 ROWS = [
@@ -134,6 +138,54 @@ def test_a_cache_is_a_matrix_of_slots(strides: tuple[int, ...], matrix: Matrix |
             assert head * found.head_columns + column < found.columns
 
 
+def test_steps_are_short_for_short_requests() -> None:
+    assert [hopper.keys_of_step(128, longest) for longest in (512, 1024, 1025)] == [64, 64, 128]
+    assert hopper.keys_of_step(256, 4096) == hopper.keys_of_step(256, 512) == 64
+
+
+PLAIN: dict[str, Any] = {
+    "num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": BF16, "kv_cache_dtype": "auto",
+    "block_size": 16, "device_type": "cuda", "scale": 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "leads"),
+    [
+        ([(1024, 1024)] * 4, {}, True),
+        ([(700, 700), (0, 900)] * 6, {}, True),
+        ([(2048, 2048)] * 4, {}, True),
+        ([(2048, 2048)] * 3 + [(2047, 2047)], {}, False),
+        ([(2049, 2049)] * 5, {}, False),
+        ([(700, 700)] * 6 + [(300, 301)], {}, False),
+        ([(700, 700)] * 6 + [(300, 5)], {}, False),
+        ([(127, 127)] * 40, {}, False),
+        ([(1024, 1024)] * 3 + [(1023, 1023)], {}, False),
+        ([(1024, 1024)] * 4, {"sliding_window": 2000}, False),
+        ([(1024, 1024)] * 4, {"logits_soft_cap": 9.0}, False),
+        ([(1024, 1024)] * 4, {"causal": False}, False),
+        ([(1024, 1024)] * 4, {"kv_cache_dtype": "fp8_e4m3"}, False),
+        ([(1024, 1024)] * 4, {"dtype": F32}, False),
+        ([(1024, 1024)] * 4, {"head_size": 96}, False),
+    ],
+)
+def test_triton_leads_on_many_short_prompts_without_context(
+    rows: list[tuple[int, int]], changes: dict[str, Any], leads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "device_problem", lambda device: None)
+    params = AttentionParams(**PLAIN | changes)
+    builder = TritonMetadataBuilder(params, spec_of(params), None, torch.device("cpu"))
+    queries, lens = (torch.tensor(x, dtype=torch.int32) for x in zip(*rows, strict=True))
+    starts = torch.cat([queries.new_zeros(1), queries.cumsum(0, dtype=torch.int32)])
+    batch = CommonAttentionMetadata(
+        query_start_loc=starts, seq_lens=lens, block_table=lens[:, None], num_reqs=len(rows),
+        num_actual_tokens=int(queries.sum()), max_query_len=int(queries.max()), max_seq_len=int(lens.max()),
+        query_start_loc_cpu=starts, seq_lens_cpu=lens,
+    )  # fmt: skip
+    assert builder.leads_on_prompts(batch) is leads
+    assert not builder.leads_on_prompts(batch.replace(seq_lens_cpu=None)), "lengths are not known"
+
+
 @pytest.fixture(params=[7, 100_000], ids=["programs take turns", "a program a tile"])
 def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry a launch of the kernel, on a device of so many processors."""
@@ -173,3 +225,20 @@ def test_prompts_equal_dense_attention(shape: dict[str, Any], reads_own: bool, s
     check(paged_attention, batch, Options(batch.query.shape[2] ** -0.5), **extra)
     assert served == [1]
     assert DEVICE == "cuda"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9")
+def test_replays_take_all_tiles_anew(served: list[int]) -> None:
+    batch = make_batch(ROWS, heads=8, dim=128, dtype=BF16)
+    output = poison(batch.query.shape, BF16)
+    paged_attention(*batch.tensors(output), scale=0.1)
+    expected = output.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_attention(*batch.tensors(output), scale=0.1)
+    for _ in range(2):
+        output.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(output, expected)
+    assert served == [1, 1]

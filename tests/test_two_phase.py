@@ -94,12 +94,15 @@ def test_caches_that_differ_are_refused():
         compose(prefill=compose(prefill=plain, decode=plain), decode=plain)
 
 
-def _plan(query_lens: list[int], **changes: Any) -> Any:
+def _builder(backend: Any) -> Any:
     params = AttentionParams(
         num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.float32, kv_cache_dtype="auto", block_size=16,
         device_type="cpu", scale=0.125,
     )  # fmt: skip
-    builder = resolve_backend(NAME).get_builder_cls()(params, spec_of(params), None, torch.device("cpu"))
+    return backend.get_builder_cls()(params, spec_of(params), None, torch.device("cpu"))
+
+
+def _batch(query_lens: list[int], **changes: Any) -> CommonAttentionMetadata:
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     lens = torch.tensor(query_lens, dtype=torch.int32) + 3
     fields: dict[str, Any] = {
@@ -108,7 +111,15 @@ def _plan(query_lens: list[int], **changes: Any) -> Any:
         "max_query_len": max(query_lens), "max_seq_len": 20, "query_start_loc_cpu": starts,
         "seq_lens_cpu": lens, **changes,
     }  # fmt: skip
-    return builder.build(0, CommonAttentionMetadata(**fields)).phases
+    return CommonAttentionMetadata(**fields)
+
+
+def _phases(backend: Any, query_lens: list[int]) -> Any:
+    return _builder(backend).build(0, _batch(query_lens)).phases
+
+
+def _plan(query_lens: list[int]) -> Any:
+    return _phases(resolve_backend(NAME), query_lens)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +137,33 @@ def test_a_batch_is_split_at_its_first_longer_query(query_lens, split, decode_ro
     assert phases.token == split
     for plan, rows in ((phases.decode, decode_rows), (phases.prefill, prefill_rows)):
         assert (None if plan is None else len(plan.common.seq_lens)) == rows
+
+
+class _Leads(resolve_backend("TORCH_SDPA").get_builder_cls()):
+    def leads_on_prompts(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        return common_attn_metadata.max_query_len < 9
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "decode_rows", "prefill_rows"), [([8, 5], 2, None), ([9, 5], None, 2), ([1, 8], 1, 1)]
+)
+def test_prompts_on_which_the_decode_backend_leads_are_its(query_lens, decode_rows, prefill_rows):
+    parts = make_backend("F_PROMPTS"), make_backend("F_LEADS", builder=_Leads)
+    phases = _phases(compose(prefill=parts[0], decode=parts[1]), query_lens)
+    for plan, rows in ((phases.decode, decode_rows), (phases.prefill, prefill_rows)):
+        assert (None if plan is None else len(plan.common.seq_lens)) == rows
+
+
+def test_prompts_of_a_graph_are_planned_by_the_backend_in_it():
+    class Graphs(_Leads):
+        cudagraph_support = AttentionCGSupport.ALWAYS
+
+    both = compose(prefill=make_backend("G_A", builder=Graphs), decode=make_backend("G_B", builder=Graphs))
+    builder = _builder(both)
+    captured = builder.build_for_cudagraph_capture(_batch([8, 8]))
+    assert captured.phases.decode is None
+    assert builder.build(0, _batch([5, 5])).phases.decode is None
+    assert builder.build(0, _batch([5, 5, 5])).phases.prefill is None, "no graph has three rows"
 
 
 def test_decode_of_many_keys_is_worth_a_stream(monkeypatch):
@@ -211,3 +249,37 @@ def test_both_phases_at_once_give_what_one_after_the_other_gives(monkeypatch):
             found.append(output.clone())
     assert found[0].isfinite().all()
     assert all(torch.equal(other, found[0]) for other in found[1:])
+
+
+@pytest.mark.gpu
+def test_many_short_prompts_are_the_triton_part_s_on_hopper():
+    backends = [resolve_backend(name) for name in ("FLASH_ATTN+TRITON_ATTN", "TRITON_ATTN", "FLASH_ATTN")]
+    if backends[0].unavailable_reason("cuda") or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU with a FlashAttention library")
+    params = AttentionParams(
+        num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto",
+        block_size=16, device_type="cuda", scale=0.1,
+    )  # fmt: skip
+    rows, length, pages = 6, 700, 44
+    query = torch.randn(rows * length, 8, 128, device="cuda", dtype=torch.bfloat16)
+    key, value = torch.randn(2, rows * length, 2, 128, device="cuda", dtype=torch.bfloat16)
+    cache = torch.full((rows * pages + 1, 2, 16, 2, 128), torch.nan, device="cuda", dtype=torch.bfloat16)
+    slots = torch.arange(length, device="cuda")
+    for side, tokens in enumerate((key, value)):
+        for row, own in enumerate(tokens.split(length)):
+            cache[1 + row * pages + slots // 16, side, slots % 16] = own
+    lens = torch.full((rows,), length, dtype=torch.int32)
+    starts = torch.arange(rows + 1, dtype=torch.int32) * length
+    common = CommonAttentionMetadata(
+        query_start_loc=starts.cuda(), seq_lens=lens.cuda(), num_reqs=rows, num_actual_tokens=rows * length,
+        block_table=torch.arange(1, rows * pages + 1, dtype=torch.int32, device="cuda").view(rows, pages),
+        max_query_len=length, max_seq_len=length, query_start_loc_cpu=starts, seq_lens_cpu=lens,
+    )  # fmt: skip
+    found = []
+    for backend in backends:
+        plan = backend.get_builder_cls()(params, spec_of(params), None, torch.device("cuda")).build(0, common)
+        assert backend is not backends[0] or plan.phases.prefill is None
+        found.append(torch.full_like(query, torch.nan))
+        backend.get_impl_cls()(params).forward(query, key, value, cache, plan, found[-1], OptionalTensors())
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[2], rtol=0.02, atol=0.02)

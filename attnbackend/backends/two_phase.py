@@ -89,7 +89,8 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
     A batch is split where its first longer query stands, so single tokens are wanted first; those that stand
     behind it are served with the prompts. Without lengths on the host there is no split to know, and the
     whole batch is the prompt backend's. Where that would read widened pages, the decode backend serves all
-    batches in which no copy pays, and those in graphs, whose copies would be as large as any.
+    batches in which no copy pays, and those in graphs, whose copies would be as large as any. It also serves
+    batches of prompts on which it leads.
     """
 
     parts: ClassVar[Parts]
@@ -109,6 +110,8 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
         self._decode = decode.get_builder_cls()(params, kv_cache_spec, limits, device)
         self._captured: dict[int, int] = {}
         """Rows of graphs without copies -> longest query that they are for."""
+        self._prompt_graphs: set[int] = set()
+        """Rows of graphs that the prompt backend is in."""
 
     @classmethod
     def get_cudagraph_support(cls, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
@@ -130,7 +133,7 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
             common = with_host_lengths(common)
         rows, first = common.seq_lens.shape[0], _leading_decodes(common)
         prompts = None  # And served with all others by the decode backend.
-        if first < rows and self._captured.get(rows, 0) < common.max_query_len:
+        if first < rows and not self._decode_takes(common, first):
             part = common if first == 0 else common.requests(first, rows)
             prompts = self._prefill.build(common_prefix_len, part, fast_build)
         if prompts is None:
@@ -144,6 +147,13 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
                 int(common.host_query_start_loc()[first]), self._read_bytes(decode) >= _BESIDE_BYTES,
             )  # fmt: skip
         return TwoPhaseMetadata(common=common, phases=phases)
+
+    def _decode_takes(self, common: CommonAttentionMetadata, first: int) -> bool:
+        """Whether prompts are the decode backend's: as in a graph, or because it leads where no graph is."""
+        rows = common.seq_lens.shape[0]
+        if self._captured.get(rows, 0) >= common.max_query_len:
+            return True
+        return first == 0 and rows not in self._prompt_graphs and self._decode.leads_on_prompts(common)
 
     def _read_bytes(self, decode: CommonAttentionMetadata) -> int:
         """What the keys and values of some requests take, as far as the host knows their lengths."""
@@ -165,6 +175,7 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
         if self._widens or common.max_query_len <= 1:
             phases = Phases(self._decode.build_for_cudagraph_capture(common), None)
         else:
+            self._prompt_graphs.add(common.seq_lens.shape[0])
             phases = Phases(None, self._prefill.build_for_cudagraph_capture(common))
         return TwoPhaseMetadata(common=common, phases=phases)
 

@@ -274,6 +274,7 @@ def paged_attention(
     key_start_loc: torch.Tensor | None = None,
     key: torch.Tensor | None = None,
     value: torch.Tensor | None = None,
+    max_seq_len: int | None = None,
     num_splits: int | None = 1,
     tile: TileConfig | None = None,
 ) -> None:
@@ -305,6 +306,8 @@ def paged_attention(
     in its denominator. Every row of output is written: zeros (and -inf in lse) for requests of
     seq_len 0 and for tokens past query_start_loc[R]. `tile` replaces the chosen tile sizes.
 
+    max_seq_len: bound of seq_lens, for the choice of tiles; None: what the block table has room for.
+
     num_splits: parts that the keys of each tile are cut into, for few tokens over many keys;
     None takes as many as fill the device, from the shapes alone.
 
@@ -325,7 +328,7 @@ def paged_attention(
         own = own_tokens(WHERE, launch, key, value)
     if tile is None and hopper.problem(launch, num_splits) is None:
         with on_device_of(query):
-            hopper.launch_hopper(launch, own)
+            hopper.launch_hopper(launch, own, min(launch.max_keys, max_seq_len or launch.max_keys))
         return
     if tile is None:
         tile = tile_config(plan.product, plan.width, plan.group, kind, launch.has_float8_keys)

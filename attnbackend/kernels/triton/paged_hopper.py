@@ -1,10 +1,10 @@
 """Prompts on Hopper GPUs (compute capability 9), in Gluon: paged attention of many query tokens a request.
 
 A tile is 128 rows, the query heads of one kv head of consecutive tokens. There is a program for each
-multiprocessor, and programs take tiles by turns, in three groups of warps:
+multiprocessor, which takes the next tile when it is done with one, in three groups of warps:
 
-- one copies keys and values to shared memory (TMA), up to two steps ahead of their use: from pages, or
-  for requests without context from the new tokens' own, which lie one after the other;
+- one copies queries, keys and values to shared memory (TMA), keys as far ahead of their use as there is room:
+  from pages, or for requests without context from the new tokens' own, which lie one after the other;
 - two compute 64 rows each. The scores of the next step are computed beside the weighted sum of this one's
   values, and the softmax of one group beside the products of the other.
 
@@ -21,18 +21,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from .gluon_parts import TILE_COPY, sync_group
-from .paged_hopper_copy import M, copy_keys, find_work
+from .paged_hopper_copy import copy_tiles
 from .paged_hopper_store import store_nothing, store_tile
+from .paged_hopper_turns import ROOM, SLOTS, M, hear
 
 # The names of later versions than 3.6, and of that.
 _is_later = hasattr(async_copy, "async_load")
 copy_lines = async_copy.async_load if _is_later else async_copy.async_copy_global_to_shared
-ATTEND_REGISTERS, COPY_REGISTERS = 240, 24
+ATTEND_REGISTERS, COPY_REGISTERS = 232, 40
 """Of a thread of the second and the third group; what they leave is the first's: as much as the second's."""
 
 
@@ -94,7 +96,8 @@ def attend_steps(
     row_max: gl.tensor,
     row_sum: gl.tensor,
     query: gl.shared_memory_descriptor,
-    buffers: gl.tuple,
+    keys: gl.shared_memory_descriptor,
+    values: gl.shared_memory_descriptor,
     barriers: gl.tuple,
     done: gl.tensor,
     begin: gl.tensor,
@@ -105,7 +108,6 @@ def attend_steps(
     MASKED: gl.constexpr,
 ) -> gl.tuple:
     """Steps from `begin` to `end`; `weights` are the step before's, not yet multiplied with its values."""
-    _, keys, values = buffers
     k_full, k_free, v_full, v_free = barriers
     STAGES: gl.constexpr = keys.shape[0]
     N: gl.constexpr = keys.shape[1]
@@ -137,58 +139,58 @@ def attend_steps(
 @gluon.jit
 def attend(
     queries: gl.tuple,
+    out_desc: gl.tensor,
     buffers: gl.tuple,
     barriers: gl.tuple,
+    q_barriers: gl.tuple,
+    board: gl.tuple,
     results: gl.tuple,
-    batch: gl.tuple,
-    turns: gl.tensor,
     scale: gl.tensor,
     G: gl.constexpr,
     PART: gl.constexpr,
 ) -> None:
     """A group that computes: rows of each tile from PART * M on."""
-    rooms, keys, values = buffers
+    rooms, keys, values, out_rooms = buffers
+    q_desc, q_ptr, q_token, q_head = queries
     N: gl.constexpr = keys.shape[1]
     D: gl.constexpr = keys.shape[2]
     # One place alone: with two by turns, ptxas 12.8 used descriptors that it had set in a loop it skipped.
     query = rooms.index(PART)
     VALUE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, VALUE, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
-    weights = gl.zeros([M, N], keys.dtype, WEIGHT)
-    row_max, row_sum = gl.zeros([M], gl.float32, ROW), gl.zeros([M], gl.float32, ROW)
-    done = 0
-    # The tile of turn -1 is none: behind it the first begins.
-    kv_head, begin, tokens, first, seq_len, top, rows = 0, 0, 0, 0, 0, 0, 0
-    for turn in range(-1, turns):
-        # Before the tile that it follows: what is loaded for it arrives in the meantime.
-        next_head, _, next_rows, next_place = find_work(turn + 1, batch, G, N, 4)
-        place = (begin, tokens, first, seq_len, top)
-        if (rows > 0) & (top >= 0):
+    done, turn, tiles = 0, 0, 0
+    rows, kv_head, place = hear(board, turn)
+    while rows > 0:
+        top = place[4]
+        if top >= 0:
+            if q_desc is None:
+                sync_group()  # The output of the tile before was read from there.
+                copy_queries(query, (q_ptr, q_token, q_head), place, kv_head, G, PART)
+            else:
+                mbarrier.wait(q_barriers[0], tiles & 1)
+            weights, row_max, row_sum = start_tile(query, keys, values, barriers, place, done, scale, G, PART)
             end_key, all_see = key_limits(place, G, PART, N)
             masked = gl.minimum(gl.maximum(top + 1 - all_see // N, 1), top + 1)
             acc = gl.zeros([M, D], gl.float32, VALUE)
             acc, weights, row_max, row_sum = attend_steps(
-                acc, weights, row_max, row_sum, query, buffers, barriers, done, 1, masked, top, end_key,
+                acc, weights, row_max, row_sum, query, keys, values, barriers, done, 1, masked, top, end_key,
                 scale, True,
             )  # fmt: skip
             acc, weights, row_max, row_sum = attend_steps(
-                acc, weights, row_max, row_sum, query, buffers, barriers, done, masked, top + 1, top,
+                acc, weights, row_max, row_sum, query, keys, values, barriers, done, masked, top + 1, top,
                 end_key, scale, False,
             )  # fmt: skip
+            if q_desc is not None:
+                release(q_barriers[1])
             acc = add_values(acc, weights, values, barriers, done + top)
             done += top + 1
-            store_tile(acc, row_max, row_sum, query, results, place, kv_head, G, PART)
+            tiles += 1
+            store_tile(acc, row_max, row_sum, out_rooms, out_desc, results, place, kv_head, G, PART)
         else:
-            if rows > 0:
-                store_nothing(results, place, kv_head, G, D, PART)
-        if (next_rows > 0) & (next_place[4] >= 0):
-            # The output of the tile before was read from there.
-            sync_group()
-            copy_queries(query, queries, next_place, next_head, G, PART)
-            weights, row_max, row_sum = start_tile(query, buffers, barriers, next_place, done, scale, G, PART)
-        kv_head, rows = next_head, next_rows
-        begin, tokens, first, seq_len, top = next_place
+            store_nothing(results, place, kv_head, G, D, PART)
+        turn += 1
+        rows, kv_head, place = hear(board, turn)
+    if out_desc is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -245,11 +247,12 @@ def first_weights(
 
 
 @gluon.jit
-def clear_last_values(buffers: gl.tuple, barriers: gl.tuple, place: gl.tuple, done: gl.tensor) -> None:
+def clear_last_values(
+    values: gl.shared_memory_descriptor, barriers: gl.tuple, place: gl.tuple, done: gl.tensor
+) -> None:
     """What is behind a request's last key, in a tile's first step. Both groups do: they write the same."""
-    _, keys, values = buffers
-    N: gl.constexpr = keys.shape[1]
-    STAGES: gl.constexpr = keys.shape[0]
+    N: gl.constexpr = values.shape[1]
+    STAGES: gl.constexpr = values.shape[0]
     _, _, _, seq_len, top = place
     if seq_len < (top + 1) * N:
         mbarrier.wait(barriers[2].index(done % STAGES), done // STAGES & 1)
@@ -261,7 +264,8 @@ def clear_last_values(buffers: gl.tuple, barriers: gl.tuple, place: gl.tuple, do
 @gluon.jit
 def start_tile(
     query: gl.shared_memory_descriptor,
-    buffers: gl.tuple,
+    keys: gl.shared_memory_descriptor,
+    values: gl.shared_memory_descriptor,
     barriers: gl.tuple,
     place: gl.tuple,
     done: gl.tensor,
@@ -270,13 +274,12 @@ def start_tile(
     PART: gl.constexpr,
 ) -> gl.tuple:
     """(weights, row_max, row_sum) of a tile's first step; `done` steps were before."""
-    _, keys, _ = buffers
     k_full, k_free, _, _ = barriers
     STAGES: gl.constexpr = keys.shape[0]
     mbarrier.wait(k_full.index(done % STAGES), done // STAGES & 1)
     scores = warpgroup_mma_wait(0, deps=[start_scores(query, keys.index(done % STAGES))])
     release(k_free.index(done % STAGES))
-    clear_last_values(buffers, barriers, place, done)
+    clear_last_values(values, barriers, place, done)
     return first_weights(scores, place, scale, G, PART, keys.shape[2], keys.dtype)
 
 
@@ -307,13 +310,16 @@ def add_values(
         "v_row",
         "table_row",
     ],
-    do_not_specialize_on_alignment=["lse_ptr", "starts_ptr", "seq_lens_ptr", "table_ptr"],
+    do_not_specialize_on_alignment=["counter_ptr", "lse_ptr", "starts_ptr", "seq_lens_ptr", "table_ptr"],
 )
 def paged_hopper_kernel(
     k_desc: gl.tensor,
     v_desc: gl.tensor,
     new_k_desc: gl.tensor,
     new_v_desc: gl.tensor,
+    q_desc: gl.tensor,
+    out_desc: gl.tensor,
+    counter_ptr: gl.tensor,
     q_ptr: gl.tensor,
     out_ptr: gl.tensor,
     lse_ptr: gl.tensor,
@@ -354,35 +360,32 @@ def paged_hopper_kernel(
     before it, a block `block` rows."""
     dtype: gl.constexpr = k_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
-    buffers = (
-        gl.allocate_shared_memory(dtype, [2, M, D], Q_LAYOUT),
-        gl.allocate_shared_memory(dtype, [STAGES, N, D], LAYOUT),
-        gl.allocate_shared_memory(dtype, [STAGES, N, D], LAYOUT),
-    )
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=2)
+    rooms = gl.allocate_shared_memory(dtype, [2, M, D], Q_LAYOUT)
+    keys = gl.allocate_shared_memory(dtype, [STAGES, N, D], LAYOUT)
+    values = gl.allocate_shared_memory(dtype, [STAGES, N, D], LAYOUT)
+    out_rooms = rooms
+    if q_desc is not None:
+        out_rooms = gl.allocate_shared_memory(dtype, [2, M, D], Q_LAYOUT)
+    barriers = (
+        new_barriers(STAGES, 1), new_barriers(STAGES, 2), new_barriers(STAGES, 1), new_barriers(STAGES, 2)
+    )  # fmt: skip
+    q_barriers = (new_barriers(1, 1).index(0), new_barriers(1, 2).index(0))
+    notes = gl.allocate_shared_memory(gl.int32, [ROOM, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    board = (notes, new_barriers(SLOTS, 1), new_barriers(SLOTS, 2))
     sync_group()
-    barriers = (k_full, k_free, v_full, v_free)
     batch = (starts_ptr, seq_lens_ptr, num_tokens, num_requests, num_tiles, kv_heads)
-    turns = (num_tiles * kv_heads + gl.num_programs(0) - 1) // gl.num_programs(0)
-    queries = (q_ptr, q_token, q_head)
+    buffers = (rooms, keys, values, out_rooms)
+    queries = (q_desc, q_ptr, q_token, q_head)
     results = (out_ptr, lse_ptr, out_token, out_head, lse_token, lse_head)
     gl.warp_specialize(
         [
-            (attend, (queries, buffers, barriers, results, batch, turns, scale, G, 0)),
-            (attend, (queries, buffers, barriers, results, batch, turns, scale, G, 1)),
+            (attend, (queries, out_desc, buffers, barriers, q_barriers, board, results, scale, G, 0)),
+            (attend, (queries, out_desc, buffers, barriers, q_barriers, board, results, scale, G, 1)),
             (
-                copy_keys,
+                copy_tiles,
                 (
-                    (new_k_desc, new_v_desc), (k_desc, v_desc), table_ptr, table_row, buffers, barriers,
-                    batch, turns, (new_k_column, new_v_column),
+                    q_desc, (new_k_desc, new_v_desc), (k_desc, v_desc), table_ptr, table_row, counter_ptr,
+                    buffers, barriers, q_barriers, board, batch, (new_k_column, new_v_column),
                     (k_block, k_row, k_column, v_block, v_row, v_column), G, S,
                 ),
             ),
@@ -390,3 +393,12 @@ def paged_hopper_kernel(
         [4, 1],
         [ATTEND_REGS, COPY_REGS],
     )  # fmt: skip
+
+
+@gluon.jit
+def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.shared_memory_descriptor:
+    """Barriers that as many groups arrive at."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers

@@ -17,11 +17,22 @@ from .splits import processor_count
 
 KEYS = {64: 128, 128: 128, 256: 64}
 """Head size -> keys of a step: what accumulators and two steps of buffers leave room for."""
+SHORT, SHORT_KEYS = 1024, 64
+"""Keys of a request up to which steps are short: less of them is masked. Measured on an H200."""
+HALF_ROWS = 64
+"""Of a group of warps; a tile has two."""
 ROWS = 128
 """Of a tile: query tokens times query heads of one kv head."""
 MIN_TOKENS = 128
 """Fewest tokens a request, in the mean, whose tiles are not mostly empty."""
-STAGES = 2
+_AHEAD_TOKENS, _AHEAD_KEYS, _AHEAD_REQUESTS = 4096, 2048, 4
+"""Of prompts that take less time than with FlashAttention 3: fewest tokens, with which a layer takes longer
+than its launch on the host; keys of the longest; and how many as long the tokens would make, so that all
+programs get some."""
+_HELD_KEYS = {64: 256, 128: 256, 256: 128}
+"""Head size -> keys of all steps that are held."""
+_EARLY_SIZES = (64, 128)
+"""Head sizes that leave room for a tile's queries beside the output of the tile before."""
 _MAX_ROWS = 2**31
 _PLAIN = {"CAUSAL": True, "REACH": "all", "HAS_CAP": False}
 
@@ -102,48 +113,80 @@ def problem(launch: Launch, num_splits: int | None) -> str | None:
     return None
 
 
+def is_ahead(
+    tokens: int, rows: int, longest: int, head_size: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether prompts without context take less time than FlashAttention 3 does, on an H200."""
+    is_served = head_size in KEYS and dtype.itemsize == 2 and tokens >= MIN_TOKENS * rows
+    is_enough = tokens >= max(_AHEAD_TOKENS, _AHEAD_REQUESTS * longest)
+    return is_served and is_enough and longest <= _AHEAD_KEYS and device_problem(device) is None
+
+
 @lru_cache(maxsize=64)
-def _layouts(dtype: torch.dtype, piece: int, size: int) -> tuple[Any, Any]:
+def _layout(dtype: torch.dtype, *block: int) -> Any:
     from triton.experimental.gluon import language as gl
 
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    blocks = [piece, 64], [KEYS[size], size]
-    pieces, whole = (gl.NVMMASharedLayout.get_default_for(block, element) for block in blocks)
-    return pieces, whole
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 
-def _descriptors(sides: Sides, tensors: tuple[Any, Any], block: list[int], layout: Any) -> list[Any]:
+def _descriptor(tensor: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    return TensorDescriptor(tensor, shape, strides, block, _layout(tensor.dtype, *block))
+
+
+def _descriptors(sides: Sides, tensors: tuple[Any, Any], block: list[int]) -> list[Any]:
     return [
-        TensorDescriptor(tensor, [m.rows, m.columns], [m.stride, 1], block, layout)
+        _descriptor(tensor, [m.rows, m.columns], [m.stride, 1], block)
         for tensor, m in zip(tensors, sides, strict=True)
     ]
 
 
-def launch_hopper(launch: Launch, own: OwnTokens) -> None:
-    """Write output and LSE."""
+def _own_descriptors(own: OwnTokens, block: list[int]) -> tuple[list[Any], tuple[int, int]]:
+    """Of the new tokens' keys and values, where they can be read, and columns from one head to the next."""
+    sides = None if own.key is None or own.value is None else sides_of(own.key, own.value)
+    if sides is None:
+        return [None, None], (0, 0)
+    columns = sides.key.head_columns, sides.value.head_columns
+    return _descriptors(sides, (own.key, own.value), block), columns
+
+
+def _token_descriptor(tokens: torch.Tensor, group: int) -> Any:
+    """Of queries or outputs, for the copy engine; None where tiles are not whole tokens, or not aligned."""
+    aligned = tokens.data_ptr() % 16 == 0 and not any(stride % 8 for stride in tokens.stride()[:2])
+    if HALF_ROWS % group or tokens.shape[2] not in _EARLY_SIZES or not aligned:
+        return None
+    block = [HALF_ROWS // group, group, 64]
+    return _descriptor(tokens, list(tokens.shape), list(tokens.stride()), block)
+
+
+def keys_of_step(size: int, longest: int) -> int:
+    """From the head size and a bound of the keys of a request."""
+    return min(SHORT_KEYS, KEYS[size]) if longest <= SHORT else KEYS[size]
+
+
+def launch_hopper(launch: Launch, own: OwnTokens, longest: int) -> None:
+    """Write output and LSE; `longest` bounds the keys of a request."""
     from .paged_hopper import ATTEND_REGISTERS, COPY_REGISTERS, paged_hopper_kernel
 
     query, key, value, output, lse, starts, lens, table = launch.tensors[:8]
     constants = launch.plan.constants
     size, block_size, group = constants["D"], constants["S"], launch.plan.group
-    piece = math.gcd(block_size, KEYS[size])
-    pieces, whole = _layouts(query.dtype, piece, size)
-    sides = sides_of(key, value)
+    keys, sides = keys_of_step(size, longest), sides_of(key, value)
     assert sides is not None, "problem() refuses such strides"
-    cache = _descriptors(sides, (key, value), [piece, 64], pieces)
-    new = None if own.key is None or own.value is None else sides_of(own.key, own.value)
-    own_descs: list[Any] = [None, None]
-    if new is not None:
-        own_descs = _descriptors(new, (own.key, own.value), [KEYS[size], size], whole)
-    columns = (0, 0) if new is None else (new.key.head_columns, new.value.head_columns)
+    own_descs, columns = _own_descriptors(own, [keys, size])
     tiles = launch.tokens * group // ROWS + launch.rows + 1
     programs = min(tiles * launch.kv_heads, processor_count(query.device))
+    q_desc = _token_descriptor(query, group)
     paged_hopper_kernel[(programs,)](
-        *cache, *own_descs, query, output, lse, starts, lens, table, launch.numbers[0] * LOG2_E,
-        *query.stride()[:2], *output.stride()[:2], *((0, 0) if lse is None else lse.stride()),
+        *_descriptors(sides, (key, value), [math.gcd(block_size, keys), 64]), *own_descs, q_desc,
+        None if q_desc is None else _token_descriptor(output, group),
+        query.new_zeros(1, dtype=torch.int32), query, output, lse, starts, lens, table,
+        launch.numbers[0] * LOG2_E, *query.stride()[:2], *output.stride()[:2],
+        *((0, 0) if lse is None else lse.stride()),
         table.stride(0), *sides.key[3:], *sides.value[3:], *columns, launch.tokens, launch.rows,
-        tiles, launch.kv_heads, G=group, S=block_size, D=size, N=KEYS[size], STAGES=STAGES, LAYOUT=whole,
-        ATTEND_REGS=ATTEND_REGISTERS, COPY_REGS=COPY_REGISTERS, num_warps=4,
+        tiles, launch.kv_heads, G=group, S=block_size, D=size, N=keys, STAGES=_HELD_KEYS[size] // keys,
+        LAYOUT=_layout(query.dtype, keys, size), ATTEND_REGS=ATTEND_REGISTERS, COPY_REGS=COPY_REGISTERS,
+        num_warps=4,
     )  # fmt: skip

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .gluon_parts import LN_2, TILE_COPY, sync_group
-from .paged_hopper_copy import M
+from .gluon_parts import LN_2, TILE_COPY, send_block, sync_group, token_pieces
+from .paged_hopper_turns import M
 
 
 @gluon.jit
@@ -17,14 +18,15 @@ def store_tile(
     acc: gl.tensor,
     row_max: gl.tensor,
     row_sum: gl.tensor,
-    room: gl.shared_memory_descriptor,
+    rooms: gl.shared_memory_descriptor,
+    out_desc: gl.tensor,
     results: gl.tuple,
     place: gl.tuple,
     kv_head: gl.tensor,
     G: gl.constexpr,
     PART: gl.constexpr,
 ) -> None:
-    """Write a group's rows; `room` held their queries."""
+    """Write a group's rows, by way of its room; with a descriptor, whole ones by the copy engine."""
     begin, tokens, first, _, _ = place
     ROW: gl.constexpr = row_max.type.layout
     row = first + PART * M + gl.arange(0, M, ROW)
@@ -32,27 +34,48 @@ def store_tile(
     token64, keep = (begin + token).to(gl.int64), token < tokens
     total = gl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc.type.layout))[:, None]
-    store_output(acc, room, results, token64, head64, keep)
+    if out_desc is not None:
+        tma.store_wait(0)  # The rows of the tile before have left.
+        sync_group()
+    rooms.index(PART).store(acc.to(rooms.dtype))
+    fence_async_shared()
+    sync_group()
+    if out_desc is None:
+        write_room(rooms.index(PART), results, token64, head64, keep)
+    else:
+        if first + PART * M + M <= tokens * G:
+            send_room(out_desc, rooms, begin + first // G + PART * (M // G), kv_head * G, G, PART)
+        else:
+            write_room(rooms.index(PART), results, token64, head64, keep)
     store_lse(results, row_max, row_sum, token64, head64, keep)
 
 
 @gluon.jit
-def store_output(
-    acc: gl.tensor,
+def send_room(
+    out_desc: gl.tensor, rooms: gl.shared_memory_descriptor, token: gl.tensor, head: gl.tensor,
+    G: gl.constexpr, PART: gl.constexpr,
+) -> None:  # fmt: skip
+    """Rows that are whole tokens, written while the group goes on."""
+    PIECES: gl.constexpr = rooms.shape[2] // 64
+    pieces = token_pieces(rooms, G)
+    for p in gl.static_range(PIECES):
+        send_block(out_desc, [token, head, 64 * p], pieces.index(PART * PIECES + p))
+
+
+@gluon.jit
+def write_room(
     room: gl.shared_memory_descriptor,
     results: gl.tuple,
     token64: gl.tensor,
     head64: gl.tensor,
     keep: gl.tensor,
 ) -> None:
-    """Write rows by way of shared memory, from where they go in lines of 16 bytes a thread."""
+    """Write rows in lines of 16 bytes a thread."""
     out_ptr, _, out_token, out_head, _, _ = results
     D: gl.constexpr = room.shape[1]
-    room.store(acc.to(room.dtype))
     offsets = gl.convert_layout(token64 * out_token + head64 * out_head, gl.SliceLayout(1, TILE_COPY))
     mask = gl.convert_layout(keep, gl.SliceLayout(1, TILE_COPY))
     column = gl.arange(0, 64, gl.SliceLayout(0, TILE_COPY))
-    sync_group()
     for first in gl.static_range(0, D, 64):
         part = room.slice(first, 64, dim=1).load(TILE_COPY)
         gl.store(out_ptr + offsets[:, None] + (first + column)[None, :], part, mask=mask[:, None])
