@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from recorded_calls import recorded
 
+from attnbackend.backends.mla.torch_mla import TorchMLABackend
 from attnbackend.testing.conformance import Status, check_backend
-from attnbackend.testing.conformance.latent import LATENT_CHECKS, steps
+from attnbackend.testing.conformance.latent import LATENT_CHECKS, LatentCases, steps
 from attnbackend.testing.conformance.latent.mutant import LatentMutant
 from attnbackend.testing.conformance.latent.mutants import LATENT_MUTANTS
 from attnbackend.testing.conformance.latent.state_mutants import DeviceLengths, DeviceLengthsBuilder
@@ -56,6 +57,12 @@ def test_torch_mla_sparse_conforms() -> None:
     report = check_backend("TORCH_MLA_SPARSE", quick=True)
     report.assert_ok()
     assert report.count(Status.PASSED) > 90
+
+
+def test_full_runs_hold_pairs_under_ids_of_their_own() -> None:
+    ids = [case.id for case in LatentCases(TorchMLABackend, "cpu").pairs()]
+    assert len(set(ids)) == len(ids)
+    assert any("heads_of_20" in i and "cache_fp8_scaled" in i for i in ids)
 
 
 def test_an_unknown_check_is_answered_with_those_of_latent_attention() -> None:

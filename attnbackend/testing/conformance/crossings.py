@@ -15,7 +15,7 @@ from attnbackend.testing.conformance.kinds import SPANS
 from attnbackend.testing.conformance.sizes import probing_sizes
 from attnbackend.types import AttentionType, describe
 
-__all__ = ["covering", "crossings"]
+__all__ = ["Options", "covering", "crossed", "crossings"]
 
 Choice = dict[str, str]
 """Axis -> value; "" is what most cases have."""
@@ -55,16 +55,24 @@ def crossings(
     backend: type[AttentionBackend], base: dict[str, Any]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Name, batch and changes of ``base``, the fields of an `AttentionCase`, for each case."""
-    axes: dict[str, Options] = {
-        axis: {"": {}} | {value: x for value, x in options.items() if not x.items() <= base.items()}
-        for axis, options in _axes(backend).items()
-    }
-    for choice in covering({"batch": _BATCHES} | {axis: list(x) for axis, x in axes.items()}, _allowed):
-        batch = choice.pop("batch")
-        changes = {k: v for axis, value in choice.items() for k, v in axes[axis][value].items()}
-        if _BY_HEAD in choice.values():
+    for name, batch, changes in crossed(_axes(backend), base, _allowed):
+        if _BY_HEAD in name:
             heads = range(changes.get("num_kv_heads", base["num_kv_heads"]))
             changes |= {"k_scale": tuple(0.5**n for n in heads), "v_scale": tuple(0.25 + n for n in heads)}
+        yield name, batch, changes
+
+
+def crossed(
+    axes: Mapping[str, Options], base: dict[str, Any], allowed: Callable[[Choice], bool]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Names, batches and changes of ``base`` that hold all pairs; what is so in ``base`` is no change."""
+    changed: dict[str, Options] = {
+        axis: {"": {}} | {value: x for value, x in options.items() if not x.items() <= base.items()}
+        for axis, options in axes.items()
+    }
+    for choice in covering({"batch": _BATCHES} | {axis: list(x) for axis, x in changed.items()}, allowed):
+        batch = choice.pop("batch")
+        changes = {k: v for axis, value in choice.items() for k, v in changed[axis][value].items()}
         yield "_".join(["crossed", *filter(None, choice.values())]), batch, changes
 
 

@@ -13,7 +13,9 @@ from attnbackend.backend import AttentionBackend
 from attnbackend.kv_cache import KV_CACHE_DTYPES
 from attnbackend.selector import AttentionSelectorConfig
 from attnbackend.testing.conformance.batch_shapes import BATCHES, DECODE, LARGE_BATCHES, MIXED
+from attnbackend.testing.conformance.crossings import Options, crossed
 from attnbackend.testing.conformance.latent.case import LatentCase
+from attnbackend.testing.conformance.pairs import PAIRS
 from attnbackend.testing.conformance.sizes import pick_size, probing_sizes
 from attnbackend.testing.mla_cases import MLACase
 from attnbackend.types import describe
@@ -26,6 +28,15 @@ _FULL_SIZE: dict[str, Any] = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
 }  # fmt: skip
 _SIZES_OF_8: dict[str, Any] = {"kv_lora_rank": 200, "qk_rope_head_dim": 24}
+
+_APART = (
+    ("one_head", "heads_of_20", "heads_of_128"), ("full_size", "sizes_of_8", "odd_sizes", "wide_values"),
+    ("cache_fp8_scaled", "cache_fp8", "cache_bfloat16"),
+    ("dtype_float32", "dtype_float16", "dtype_bfloat16"), ("block_size_48", "block_size_128"),
+    ("low_logits",), ("another_scale",), ("no_lse",), ("layers_interleaved",), ("strided_tensors",),
+    ("many_selected",),
+)  # fmt: skip
+"""Features of which a case has one at most."""
 
 Feature = tuple[str, dict[str, Any]]
 """Claim, and changes of the case."""
@@ -114,6 +125,8 @@ class LatentCases:
         for name in self.features:
             for batch in BATCHES if name == "plain" or not self.quick else (MIXED, DECODE):
                 yield from self.case(name, batch)
+        for name, batch, changes in () if self.quick else crossed(self._axes, self.base, lambda choice: True):
+            yield from self._made(name, batch, PAIRS, changes)
         for batch in LARGE_BATCHES:
             yield from self.case("plain", batch)
         yield from self.case("many_selected", "long_context")
@@ -127,9 +140,18 @@ class LatentCases:
         if feature not in self.features:
             return
         claim, own = self.features[feature]
-        mla = MLACase(**{**self.base, **own, **{**BATCHES, **LARGE_BATCHES}[batch], **changes})
+        yield from self._made(feature, batch, claim, {**own, **changes})
+
+    def _made(self, name: str, batch: str, claim: str, changes: dict[str, Any]) -> Iterator[LatentCase]:
+        mla = MLACase(**{**self.base, **{**BATCHES, **LARGE_BATCHES}[batch], **changes})
         if self._is_claimed(mla):
-            yield LatentCase(id=f"{feature}-{batch}", feature=claim, mla=mla)
+            yield LatentCase(id=f"{name}-{batch}", feature=claim, mla=mla)
+
+    @cached_property
+    def _axes(self) -> dict[str, Options]:
+        """Of features that exclude each other."""
+        known = self.features
+        return {names[0]: {name: known[name][1] for name in names if name in known} for names in _APART}
 
     def _is_claimed(self, case: MLACase) -> bool:
         return not self.backend.validate_configuration(latent_config_of(case, self.device_type))
