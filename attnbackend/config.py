@@ -76,8 +76,8 @@ class Config:
     attention in turn; None: as ``ATTNBACKEND_MLA_CONTEXT_TOKENS`` says, or 32768."""
     widened_bytes: int | None = None
     """Most bytes that a copy of a float8 cache's pages may take, made in the query's type for prompts whose
-    kernels read no float8, for each layer in turn; prompts that need more are served by the decode backend,
-    and all are with 0. None: as ``ATTNBACKEND_WIDENED_BYTES`` says, or 1 GiB."""
+    kernels read no float8, for each layer in turn, and always a power of two; prompts that need more are served
+    by the decode backend, and all are with 0. None: as ``ATTNBACKEND_WIDENED_BYTES`` says, or 1 GiB."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backend", getattr(self.backend, "key", self.backend))

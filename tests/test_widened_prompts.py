@@ -201,10 +201,16 @@ def test_a_copy_is_made_where_it_pays(
 
 
 def test_a_copy_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is a power of two."""
     batch, size = batch_of([2000], [2000]), 16 * PAGE * 2 * 2 * 64 * 2
-    for limit, pages in ((size, 16), (size - 1, 0), (0, 0)):
+    for length, limit, pages in (
+        (2000, size, 16),
+        (2000, size - 1, 0),
+        (2000, 0, 0),
+        (2049, 2 * size - 1, 0),
+    ):
         with set_config(widened_bytes=limit):
-            assert copied_pages(builder_of(), batch) == pages
+            assert copied_pages(builder_of(), batch_of([length], [length])) == pages
     monkeypatch.setenv("ATTNBACKEND_WIDENED_BYTES", str(size - 1))
     assert copied_pages(builder_of(), batch) == 0
     with (

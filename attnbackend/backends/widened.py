@@ -80,7 +80,9 @@ class WidenedBuilder:
         queries = np.diff(starts.numpy()).astype(np.int64)
         keys = np.where(queries > 0, lens.numpy(), 0).astype(np.int64)
         pages = -(-keys // PAGE)
-        if not self._pays(queries, keys) or self._bytes(int(pages.sum())) > widened_bytes():
+        p = self._params
+        room = _room(int(pages.sum()), p.num_kv_heads, p.head_size) * p.dtype.itemsize
+        if room > widened_bytes() or not self._pays(queries, keys):
             return None
         table, rows, first_keys = self._place(pages)
         own = common.replace(block_table=table)
@@ -94,10 +96,6 @@ class WidenedBuilder:
         seen = keys if reach is None else np.minimum(keys, queries + reach)
         group = p.num_heads // p.num_kv_heads
         return bool(group * (queries * seen).sum() >= _WORTH * (keys.sum() + _FIXED_KEYS))
-
-    def _bytes(self, pages: int) -> int:
-        p = self._params
-        return 2 * pages * PAGE * p.num_kv_heads * p.head_size * p.dtype.itemsize
 
     def _place(self, pages: Any) -> tuple[Tensor, ...]:
         """The copy's block table, and row and first key of each page; on their way to the device."""
@@ -113,6 +111,11 @@ class WidenedBuilder:
         return flat.view(table.shape), *of_pages
 
 
+def _room(pages: int, heads: int, size: int) -> int:
+    """Elements of a copy's memory: a power of two, so that copies of a growing prompt share a few pieces."""
+    return 1 << (2 * pages * PAGE * heads * size - 1).bit_length()
+
+
 def widened_cache(
     kv_cache: Tensor, plan: WidenedPlan, dtype: torch.dtype, tensors: OptionalTensors
 ) -> Tensor:
@@ -120,7 +123,9 @@ def widened_cache(
     from attnbackend.kernels import triton
 
     keys, values = kv_cache.unbind(1)
-    copy = keys.new_empty((2, len(plan.page_rows), PAGE, *keys.shape[2:]), dtype=dtype)
+    pages, (heads, size) = len(plan.page_rows), keys.shape[2:]
+    room = keys.new_empty(_room(pages, heads, size), dtype=dtype)
+    copy = room[: 2 * pages * PAGE * heads * size].view(2, pages, PAGE, heads, size)
     triton.widen_pages(
         keys, values, plan.source.block_table, plan.source.seq_lens, plan.page_rows, plan.page_keys, copy,
         k_scale=tensors.k_scale, v_scale=tensors.v_scale,
