@@ -76,7 +76,7 @@ class Config:
     attention in turn; None: as ``ATTNBACKEND_MLA_CONTEXT_TOKENS`` says, or 32768."""
     widened_bytes: int | None = None
     """Most bytes that a copy of a float8 cache's pages may take, made in the query's type for prompts whose
-    kernels read no float8, for each layer in turn, and always a power of two; prompts that need more are served
+    kernels read no float8, for each layer in turn, always a power of two; prompts that need more are served
     by the decode backend, and all are with 0. None: as ``ATTNBACKEND_WIDENED_BYTES`` says, or 1 GiB."""
 
     def __post_init__(self) -> None:
