@@ -33,7 +33,7 @@ from attnbackend import resolve_backend, select_backend
 from attnbackend.forward_context import ForwardContext, set_forward_context
 from attnbackend.ops.generate import backend_op
 from attnbackend.ops.library import ATTENTION
-from benchmarks.attention_grid import GRID, QUICK, SPREAD, WIDE, Inputs, Point, make_inputs
+from benchmarks.attention_grid import GRID, QUICK, SHORT, SPREAD, WIDE, Inputs, Point, make_inputs
 from benchmarks.attention_plot import draw
 from benchmarks.attention_sides import DIRECT, OURS, PLANS, Run, Unserved, selector_config
 from benchmarks.attention_torch import cudnn_sdpa, torch_varlen
@@ -46,7 +46,7 @@ GRAPH_US, LOOP_US = 1.5e3, 5e3
 """What one of them may take: slow calls are repeated less."""
 SETTLE_US = 3e4
 """What slow calls run before they are timed: a GPU at its power limit takes as long to find its clock."""
-POINTS = {"all": GRID, "quick": QUICK, "spread": SPREAD, "wide": WIDE}
+POINTS = {"all": GRID, "quick": QUICK, "spread": SPREAD, "wide": WIDE, "short": SHORT}
 PEERS = {**DIRECT, "cudnn_sdpa": cudnn_sdpa, "torch_varlen": torch_varlen}
 SIDES = {**OURS, **PEERS}
 _PAIRS = {"FLASH_ATTN": "fa3_direct", "FLASHINFER": "flashinfer_direct", "TRITON_ATTN": "vllm_triton"}

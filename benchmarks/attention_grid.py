@@ -16,7 +16,7 @@ from torch import Tensor
 from attnbackend import CommonAttentionMetadata
 from attnbackend.impl import AttentionParams
 
-__all__ = ["GRID", "QUICK", "SPREAD", "WIDE", "Inputs", "Point", "make_inputs"]
+__all__ = ["GRID", "QUICK", "SHORT", "SPREAD", "WIDE", "Inputs", "Point", "make_inputs"]
 
 HEADS = ((32, 8, 128), (64, 8, 128), (16, 16, 64), (8, 1, 256))
 _MIXED = {
@@ -110,6 +110,11 @@ _SPREAD_WORK = (
 _WIDE_WORK = (
     "decode B1 L32768", "decode B64 L4096", "decode B256 L512", "prefill 1x8192", "chunk_2048_and_64_decodes",
 )  # fmt: skip
+_SHORT_LENS = ((32, 128), (64, 256), (16, 512), (8, 1024), (4, 2048))
+_SHORT_WORK = {
+    **{f"prefill {rows}x{length}": (length,) * rows for rows, length in _SHORT_LENS},
+    "prefill 24 of 100 to 600": tuple(100 + 137 * i % 501 for i in range(24)),
+}
 GRID = tuple(_grid())
 QUICK = tuple(p for p in GRID if _is_main(p) and p.work in _QUICK_WORK)
 """Some work of the main shape: kernels that need no compiling."""
@@ -117,6 +122,12 @@ SPREAD = tuple(p for p in GRID if _is_main(p) or p.work in _SPREAD_WORK)
 """All work of the main shape, some of every other."""
 WIDE = tuple(p for p in GRID if p.work in _WIDE_WORK)
 """The same five of every shape: all heads, pages and caches."""
+SHORT = tuple(
+    Point(work=work, query_lens=lens, seq_lens=lens, num_heads=heads, num_kv_heads=kv_heads, head_size=size)
+    for heads, kv_heads, size in HEADS
+    for work, lens in _SHORT_WORK.items()
+)
+"""Short prompts without context."""
 
 
 @dataclass(frozen=True)
