@@ -251,6 +251,14 @@ def test_graphs_are_captured_before_serving_and_only_then(model: Any) -> None:
     assert len(graphs.steps.report.costs) == captured
 
 
+@pytest.mark.parametrize("limits", [(7, 24), (6, 32), (5, 24)])
+def test_an_engine_of_other_limits_than_its_runner_s_is_refused(model: Any, limits: tuple[int, int]) -> None:
+    register_backend("HONEST_ALWAYS")(backend_of(ALWAYS))
+    runner = serve(model, "HONEST_ALWAYS", None, lazy=True).runner
+    with pytest.raises(ValueError, match=r"the engine has max_num_.* and its runner was built for (6|24);"):
+        EngineCore(runner, max_num_seqs=limits[0], max_num_batched_tokens=limits[1])
+
+
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE])
 def test_caches_go_with_their_engine(model: Any, mode: CUDAGraphMode) -> None:
     """Without a search for cycles, which nobody makes before the next engine asks for memory."""

@@ -53,9 +53,10 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def serve(model: Any, backend: str, mode: CUDAGraphMode) -> EngineCore:
+    sizes = None if mode is CUDAGraphMode.NONE else [1, 2, 3, 8, 16]
     runner = build_runner(
         model, backend=backend, num_blocks=40, max_num_seqs=3, max_num_batched_tokens=16, compile=False,
-        graphs=GraphOptions(mode=mode, library=lambda device: RecordedGraphs(), sizes=[1, 2, 3, 8, 16]),
+        graphs=GraphOptions(mode=mode, library=lambda device: RecordedGraphs(), sizes=sizes),
     )  # fmt: skip
     assert len(runner.groups) == 2
     return EngineCore(runner, max_num_seqs=3, max_num_batched_tokens=16, eos_token_ids=())

@@ -27,13 +27,22 @@ def check_decodes(num_drafts: int, max_num_batched_tokens: int, async_scheduling
         )
 
 
-def check_runner(runner: ModelRunner, num_drafts: int) -> None:
+def check_runner(runner: ModelRunner, num_drafts: int, limits: Mapping[str, int]) -> None:
+    """Whether the engine's limits are the runner's; without graphs they may be less."""
     built_for = getattr(runner, "num_drafts", num_drafts)
     if built_for != num_drafts:
         raise ValueError(
             f"the engine speculates with {num_drafts} tokens and its runner was built for {built_for}; give "
             "build_runner the same num_drafts"
         )
+    options, has_graphs = getattr(runner, "options", None), getattr(runner, "graphs", None) is not None
+    for name, limit in limits.items():
+        most = getattr(options, name, limit)
+        if limit > most or (has_graphs and limit < most):
+            raise ValueError(
+                f"the engine has {name}={limit} and its runner was built for {most}; give build_runner the "
+                f"same {name}"
+            )
 
 
 def require_flag(name: str, value: object) -> None:

@@ -88,7 +88,8 @@ class EngineCore:
         require_positive("max_num_batched_tokens", max_num_batched_tokens)
         num_drafts = drafts_of(speculative, num_speculative_tokens)
         check_decodes(num_drafts, max_num_batched_tokens, async_scheduling)
-        check_runner(runner, num_drafts)
+        limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+        check_runner(runner, num_drafts, limits)
         self.proposer = NgramProposer(num_drafts) if num_drafts else None
         self.runner = runner
         self.tokenizer = tokenizer
