@@ -208,6 +208,21 @@ def test_our_own_passes_keep_the_order(way: str, decompose: bool) -> None:
     torch.testing.assert_close(arguments[2], expected[2])
 
 
+@pytest.mark.parametrize("decompose", [False, True], ids=["as_traced", "functionalised"])
+def test_caches_that_a_graph_makes_itself(decompose: bool) -> None:
+    """Nobody sees what is in them when the graph ends; what is written and read before counts."""
+
+    class Own(Twice):
+        def forward(self, q: Tensor, k: Tensor, cache: Tensor, *rest: Any) -> Tensor:
+            return super().forward(q, k, cache * 2, *rest)
+
+    found = torch.export.export(Own(WAYS["the same"]), given())
+    found = found.run_decompositions() if decompose else found
+    undone, _ = PassManager([UndoFunctionalization(), SelectBackend("TORCH_SDPA")]).run_on(found)
+    assert len(undone.changes) == 4 * decompose
+    torch.testing.assert_close(found.module()(*given()), Own(WAYS["the same"])(*given()))
+
+
 def test_caches_that_share_memory_are_one() -> None:
     """Inputs of one storage, as Dynamo sees layers that share an allocation."""
 

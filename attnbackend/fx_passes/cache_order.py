@@ -50,7 +50,7 @@ class CacheHistory:
     others: Counter[CacheEvent] = field(default_factory=Counter)
     """Reads by ops that are not attnbackend's: a pass may remove these, not move them."""
     final: dict[str, int] = field(default_factory=dict)
-    """Writes that are in each cache when the graph ends."""
+    """Writes that are in each cache when the graph ends, where somebody sees it then: 0 where nobody does."""
     calls: dict[tuple[str, str], dict[int, list[Node]]] = field(default_factory=dict)
     """(cache, what) -> version -> the calls."""
     marks: dict[tuple[str, str, str], dict[int, list[Marks]]] = field(default_factory=dict)
@@ -85,8 +85,9 @@ def check_cache_history(pass_name: str, before: CacheHistory, after: CacheHistor
 def cache_history(graph_module: GraphModule) -> CacheHistory:
     """The history of every cache that an op of attnbackend takes as ``kv_cache``."""
     memory = Memory(graph_module.graph)
+    given = {memory.key(node) for node in graph_module.graph.nodes if node.op in ("placeholder", "get_attr")}
     caches = {
-        memory.key(cache)
+        (key := memory.key(cache)): key in given
         for op in find_ops(graph_module.graph)
         if isinstance(cache := op.arguments().get("kv_cache"), Node)
     }
@@ -112,8 +113,9 @@ def _mark(graph: Graph, ops: Mapping[Node, OpNode], memory: Memory, history: Cac
 
 
 def _note(
-    node: Node, op: OpNode | None, memory: Memory, caches: set[str], history: CacheHistory
-) -> None:  # fmt: skip
+    node: Node, op: OpNode | None, memory: Memory, caches: Mapping[str, bool], history: CacheHistory
+) -> None:
+    """Adds what a node does to the caches; those that are told to be so outlive the graph."""
     if node.op == "output":
         for value in node.all_input_nodes:
             if (key := memory.key(value)) in caches:
@@ -130,7 +132,7 @@ def _note(
         history.calls.setdefault((key, event.what), {}).setdefault(event.version, []).append(node)
         if writes and node.target not in FUNCTIONALIZED:
             memory.plain_writes[key] += 1
-    for key in touched:
+    for key in filter(caches.__getitem__, touched):
         history.final[key] = max(history.final[key], memory.plain_writes[key])
     if _is_epilogue(node, memory) and (key := memory.key(node.args[0])) in caches:
         history.final[key] = max(history.final[key], memory.version(node.args[1]))
