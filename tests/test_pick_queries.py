@@ -148,3 +148,14 @@ def test_tokens_of_no_request_may_be_picked() -> None:
     x, _, cache = inputs()
     report, _ = run(step, (torch.cat([x, x[:, :2]], 1), torch.tensor([T + 1, 5, T, 0]), cache))
     assert "each picked token is a request" in report
+
+
+def test_who_reads_a_cache_stays() -> None:
+    def step(x: Tensor, rows: Tensor, cache: Tensor) -> Tensor:
+        q = F.linear(x, WEIGHT[: H * D]).view(T, H, D)
+        output = q.new_empty(q.shape)
+        ops.attention(q, None, None, cache, output, STARTS, LENS, TABLE, scale=0.2)
+        return F.silu(output + cache[1, 0, :T]).index_select(0, rows)
+
+    report, _ = run(step, inputs())
+    assert "of silu -> of add (1 calls" in report

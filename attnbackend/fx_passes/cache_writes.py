@@ -16,7 +16,7 @@ from attnbackend.fx_passes.memory import Memory
 from attnbackend.fx_passes.nodes import OpNode, find_ops
 from attnbackend.ops.library import OpRole, role_of
 
-__all__ = ["check_no_write_between", "fuse_cache_writes", "has_standard_cache", "next_reader"]
+__all__ = ["caches_in", "check_no_write_between", "fuse_cache_writes", "has_standard_cache", "next_reader"]
 
 
 def fuse_cache_writes(
@@ -43,6 +43,13 @@ def has_standard_cache(backend: type[AttentionBackend]) -> bool:
     if issubclass(backend, TwoPhaseBackend):
         return all(map(has_standard_cache, backend.parts))
     return issubclass(backend, StandardCacheBackend)
+
+
+def caches_in(graph: Graph) -> frozenset[Node]:
+    """The nodes that stand for memory which an op takes as its cache."""
+    memory = Memory(graph)
+    keys = {memory.key(op.arguments().get("kv_cache")) for op in find_ops(graph)} - {""}
+    return frozenset(node for node in graph.nodes if memory.key(node) in keys)
 
 
 def next_reader(graph: Graph, write: OpNode, *roles: OpRole) -> OpNode:

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport
+from attnbackend.fx_passes.cache_writes import caches_in
 from attnbackend.fx_passes.edits import emit, emit_again
 from attnbackend.fx_passes.forms import NoMatch, argument, first, has_layout_of, name_of, shape_of
 from attnbackend.fx_passes.nodes import OpNode, may_write, tensor_of
@@ -74,11 +75,14 @@ class _Above:
     """The calls that are made of picked rows, the last first, each with what those are picked of."""
     stops: list[str] = field(default_factory=list)
     """Why there are no more."""
+    caches: frozenset[Node] = frozenset()
+    """What stands for memory of caches: whoever reads it stays as it is."""
 
     @classmethod
     def of(cls, pick: Node) -> _Above:
         source = first(pick)
-        found = cls({source: argument(pick, 1, "dim") % len(shape_of(source))})
+        dims = {source: argument(pick, 1, "dim") % len(shape_of(source))}
+        found = cls(dims, caches=caches_in(pick.graph))
         node = pick.prev
         while node.op != "root" and not may_write(node):
             if node in found.dims:
@@ -96,6 +100,8 @@ class _Above:
         try:
             self._check_readers(node, pick)
             sources = row_sources(node, dim)
+            if read := self.caches.intersection(sources):
+                raise NoMatch(f"{node} reads a cache, {min(read)}")
             if other := [x for x, d in sources.items() if self.dims.get(x, d) != d]:
                 raise NoMatch(f"rows of {other[0]} are two of its dimensions")
         except NoMatch as no:
