@@ -104,7 +104,7 @@ class FakeProvider(Provider):
         else:
             pages = call.block_table[row, : -(-length // call.key.shape[1])]
             k, v = (gather(x, pages, length) for x in (call.key, call.value))
-            if self.fault == "multiplies_whole_pages" and length:
+            if self._reads_whole_pages(call) and length:
                 v = v + 0 * gather(call.value, pages, len(pages) * call.value.shape[1]).sum(0)
         left = -1 if self.fault == "ignores_windows" else call.window[0]
         out, lse, seen = attend_rows(
@@ -115,6 +115,14 @@ class FakeProvider(Provider):
         lse_HT[:, written] = lse[seen].t()
         if self.fault != "writes_nothing":
             call.output[written] = out[seen].to(call.output.dtype)
+
+    def _reads_whole_pages(self, call: FlashCall) -> bool:
+        """As version 3 does where pages are as its tiles: for prompts, and by the kernel without a window."""
+        queries = call.max_query_len * call.query.shape[1] // call.key.shape[-2]
+        seen = call.window[0] < 0 or call.window[0] >= call.max_seq_len - 1
+        return self.fault == "multiplies_whole_pages" or (
+            self.fault == "multiplies_whole_pages_of_prompts" and queries > 128 and seen
+        )
 
 
 class FakeFlashBackend(FlashAttentionBackend):

@@ -177,11 +177,16 @@ def test_a_provider_that_is_wrong_is_refused_with_what_it_did(monkeypatch, stand
         provider_for(replace(LAYER, **KINDS[kind]))
 
 
-def test_clean_pages_are_enough_for_a_provider_that_multiplies_all_of_a_page(monkeypatch, stand_in):
-    monkeypatch.setattr(FakeProvider, "fault", "multiplies_whole_pages")
-    with pytest.raises(NoProviderError, match="writes nothing"):
-        provider_for(LAYER)
-    assert provider_for(replace(LAYER, clean_pages=True)) is stand_in
+@pytest.mark.parametrize("kind", ["plain", "windowed"])
+@pytest.mark.parametrize("fault", ["multiplies_whole_pages", "multiplies_whole_pages_of_prompts"])
+def test_clean_pages_are_enough_for_a_provider_that_multiplies_all_of_a_page(
+    monkeypatch, stand_in, fault, kind
+):
+    monkeypatch.setattr(FakeProvider, "fault", fault)
+    layer = replace(LAYER, **KINDS[kind])
+    with pytest.raises(NoProviderError, match=r"writes nothing|output off by inf"):
+        provider_for(layer)
+    assert provider_for(replace(layer, clean_pages=True)) is stand_in
 
 
 def test_what_an_interface_does_not_take_is_not_tried(stand_in):
@@ -197,7 +202,7 @@ def test_what_an_interface_does_not_take_is_not_tried(stand_in):
 def test_a_provider_is_tried_once_for_a_kind_of_layer(stand_in):
     for _ in range(2):
         provider_for(LAYER)
-    assert len(FakeProvider.calls) == 6, "alone, in splits, and with a schedule; with keys and without"
+    assert len(FakeProvider.calls) == 9, "alone, in splits, with a schedule; also prompts, and without keys"
 
 
 def test_unwritten_rows_and_new_tokens_are_found_out(stand_in):

@@ -51,7 +51,6 @@ _IN_DECODES = (
     "layout",
     "memory",
     "head_size",
-    "block_size",
     "per_head_quant_scales",
     "cross",
 )
@@ -94,6 +93,8 @@ class CaseGenerator:
             return iter((*BATCHES, *LARGE_BATCHES))
         if feature.name == _DRAFTS:
             return iter((MIXED, "uniform_of_four"))
+        if feature.claim == "block_size":
+            return iter((MIXED, DECODE, "long_prompt"))
         in_decodes = feature.claim in _IN_DECODES or feature.name == self.scaled_cache
         small = (MIXED, DECODE) if in_decodes else (MIXED,)
         return iter((*small, *(LARGE_BATCHES if feature.name in _LARGE_QUICK else ())))

@@ -22,7 +22,8 @@ Choice = dict[str, str]
 Options = dict[str, dict[str, Any]]
 """Value -> changes of an `AttentionCase`."""
 
-_BATCHES = (MIXED, DECODE, "uniform_of_four", "prefill", PADDED, "long_context", "many_requests")
+_LARGE = ("long_context", "long_prompt", "many_requests")
+_BATCHES = (MIXED, DECODE, "uniform_of_four", "prefill", PADDED, *_LARGE)
 _HEADS = ((9, 3), (3, 3), (16, 1))
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BY_HEAD = "scales_by_head"

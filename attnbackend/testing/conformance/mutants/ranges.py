@@ -102,6 +102,14 @@ class NarrowPagesOf16(_ReadsWithStrides):
         return (*outer, token, min(head, 16 * token) if token < head else head, element)
 
 
+class LargePagesWhole(HonestImpl):
+    def weigh(self, p_THL: Tensor, v_TLKD: Tensor, visible_TL: Tensor) -> Tensor:
+        """For prompts, what lies behind the last key of a page of 128 is multiplied by 0."""
+        if self.params.block_size == 128 and len(p_THL) > 128:
+            visible_TL = torch.ones_like(visible_TL)
+        return super().weigh(p_THL, v_TLKD, visible_TL)
+
+
 class AsksForScale(HonestImpl):
     def dequantize(self, x_TLKD: Tensor, scale: Tensor | None, side: int) -> Tensor:
         return super().dequantize(x_TLKD, None if scale is None else x_TLKD.new_tensor(scale.tolist()), side)
@@ -173,6 +181,10 @@ RANGE_MUTANTS = (
     on_path(
         "odd_pages_with_wide_window", "under a window in pages of no power of 2",
         lambda c: c.window and c.params.block_size & (c.params.block_size - 1), "crossed_*",
+    ),
+    Mutant(
+        "large_pages_whole", "prompts read pages of 128 whole, NaN behind the last key or not", "numerics",
+        LargePagesWhole, shown_by="block_size_128-long_prompt",
     ),
     Mutant(
         "decodes_of_halves_without_value_scale", "16 bits alone; v_scale is not applied in decodes",
