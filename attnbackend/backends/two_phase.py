@@ -387,7 +387,8 @@ class TwoPhaseBackend(AttentionBackend, abstract=True, metaclass=_ClaimsOfBoth):
         prefill, decode = cls.parts
         prompts, found = config, list[Reason]()
         if widens(prefill, config.kv_cache_dtype):
-            prompts = replace(config, kv_cache_dtype="auto", per_head_quant_scales=False)
+            # Whatever its pages, the copy's are of another size.
+            prompts = replace(config, kv_cache_dtype="auto", block_size=None, per_head_quant_scales=False)
             found = cls._widening_problems(config)
         elif config.per_head_quant_scales and not prefill.supports_per_head_quant_scales:
             found = [Reason("per_head_quant_scales", True, "False, or a float8 cache")]
