@@ -45,15 +45,7 @@ _LARGE = (
     "everything_strided",
 )
 """Features that run over `LARGE_BATCHES` too."""
-_IN_DECODES = (
-    "heads",
-    "dtype",
-    "layout",
-    "memory",
-    "head_size",
-    "per_head_quant_scales",
-    "cross",
-)
+_IN_DECODES = ("heads", "dtype", "layout", "memory", "head_size", "per_head_quant_scales", "cross")
 """Claims by which kernels are often chosen for decodes alone."""
 _PAIRS = (MIXED, DECODE, ONE_REQUEST, "page_edges", UNEVEN_DECODE)
 """Batches of two features together."""
@@ -76,7 +68,8 @@ class CaseGenerator:
         return {f.name: f for f in found if not (self.quick and f.claim == PAIRS)}
 
     def pairs(self) -> Iterator[ConformanceCase]:
-        """Every feature over every batch; quick: each feature over one, and all batches with all features."""
+        """Every feature over every batch, and every pair of claims; quick: each feature over a few, and all
+        batches with all features."""
         for name, feature in self.features.items():
             yield from self.some(*((name, batch) for batch in self._batches(feature)))
         if not self.quick:

@@ -121,7 +121,7 @@ class LatentCases:
         )
 
     def pairs(self) -> Iterator[LatentCase]:
-        """Every feature over every batch; quick: each feature over two, and "plain" over all."""
+        """Every feature over every batch, and every pair; quick: each feature over two, "plain" over all."""
         for name in self.features:
             for batch in BATCHES if name == "plain" or not self.quick else (MIXED, DECODE):
                 yield from self.case(name, batch)
