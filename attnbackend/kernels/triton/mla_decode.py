@@ -20,6 +20,7 @@ from .partials import split_size, store_partial
 from .tile import (
     LOG2_E,
     add_values,
+    full_width,
     load_rows,
     natural_lse,
     no_values,
@@ -45,6 +46,8 @@ def load_latents(
 ) -> tl.tensor:
     """[N, L_PAD] latents in the product's dtype, zeros where not `keep`."""
     rows = decode(load_rows(ptr + offsets, keep, L, L_PAD, True), FMT)
+    if DOT == tl.float32:
+        rows = full_width(rows)
     if scales_ptr is not None:
         GROUPS: tl.constexpr = L // 128
         ptrs = scales_ptr + scale_offsets[:, None] + tl.arange(0, GROUPS)[None, :]
