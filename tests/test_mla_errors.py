@@ -193,25 +193,6 @@ def test_what_latent_attention_never_has_is_refused_when_a_backend_is_selected(
     assert f"TORCH_MLA: {reason}" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("device", "stored", "fields"),
-    [
-        ("cuda", "fp8", ["kv_cache_dtype"]),
-        ("cuda", "bfloat16", ["kv_cache_dtype"]),
-        ("cuda", "auto", []),
-        ("cpu", "fp8", []),
-    ],
-)
-def test_rows_narrower_than_float32_queries_are_not_for_triton_on_a_gpu(
-    device: str, stored: str, fields: list[str]
-) -> None:
-    config = AttentionSelectorConfig.dense(
-        device_type=device, compute_capability=None, head_size=576, kv_lora_rank=512, num_heads=16,
-        num_kv_heads=1, dtype=torch.float32, kv_cache_dtype=stored, use_mla=True,
-    )  # fmt: skip
-    assert [r.field for r in resolve_backend("TRITON_MLA").supports_combination(config)] == fields
-
-
 def test_in_debug_mode_rows_outside_of_the_cache_are_found() -> None:
     made = batch()
     made.block_table[1, 0] = 99

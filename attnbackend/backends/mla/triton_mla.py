@@ -5,7 +5,6 @@ Shape legend: T tokens, H heads, L kv_lora_rank, R qk_rope_head_dim.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from attnbackend.backends.mla.common import (
@@ -16,7 +15,6 @@ from attnbackend.backends.mla.common import (
 )
 from attnbackend.backends.mla.triton_rows import KERNEL_DTYPES, KERNEL_KV_CACHE_DTYPES, TritonLatentRows
 from attnbackend.impl import MLAAttentionImpl, MLATensors, SparseMLAAttentionImpl
-from attnbackend.kv_cache import resolve_kv_cache_dtype
 from attnbackend.metadata import AttentionMetadata
 from attnbackend.selector import AttentionSelectorConfig
 from attnbackend.types import AttentionCGSupport, LSEBase, MultipleOf, Reason
@@ -99,10 +97,6 @@ class TritonMLABackend(MLACommonBackend):
         rank = config.kv_lora_rank
         if rank is not None and (rank % 8 or rank > 1024):
             reasons.append(Reason("kv_lora_rank", rank, "multiples of 8 up to 1024"))
-        stored = resolve_kv_cache_dtype(config.kv_cache_dtype, config.dtype)
-        if config.device_type == "cuda" and config.dtype is torch.float32 and stored is not torch.float32:
-            allowed = "auto with float32; Triton compiles no products of float32 with narrower rows"
-            reasons.append(Reason("kv_cache_dtype", config.kv_cache_dtype, allowed))
         return reasons
 
 
