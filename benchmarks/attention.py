@@ -35,7 +35,7 @@ from attnbackend.ops.generate import backend_op
 from attnbackend.ops.library import ATTENTION
 from benchmarks.attention_grid import GRID, QUICK, SHORT, SPREAD, WIDE, Inputs, Point, make_inputs
 from benchmarks.attention_plot import draw
-from benchmarks.attention_sides import DIRECT, OURS, PLANS, Run, Unserved, selector_config
+from benchmarks.attention_sides import DIRECT, OURS, PLANS, Run, Unserved, contenders, selector_config
 from benchmarks.attention_torch import cudnn_sdpa, torch_varlen
 from benchmarks.environment import describe_environment
 from benchmarks.timing import per_call_us, take_turns
@@ -58,7 +58,6 @@ def main() -> None:
     record = _earlier(options.json)
     measured = {result["point"] for result in record["points"]}
     points = [p for p in POINTS[options.points] if re.search(options.only, p.name) and p.name not in measured]
-    sides = {name: SIDES[name] for name in options.sides.split(",")}
     record["ceilings"] = ceilings = _ceilings()
     print(f"{torch.cuda.get_device_name()}: {ceilings}", flush=True)
     for done, point in enumerate(points):
@@ -66,7 +65,7 @@ def main() -> None:
             print(f"\n{options.budget} s are over: {len(points) - done} points are left")
             break
         with torch.no_grad(), set_forward_context(ForwardContext(plans=PLANS)):
-            result = _measure(point, sides, options, ceilings)
+            result = _measure(point, _sides(options.sides, point), options, ceilings)
         record["points"].append(result)
         _print(result)
         if options.json:
@@ -81,13 +80,17 @@ def _options() -> argparse.Namespace:
     sizes = ", ".join(f"{name} ({len(points)})" for name, points in POINTS.items())
     parser.add_argument("--points", choices=POINTS, default="all", help=f"of: {sizes}")
     parser.add_argument("--only", default="", help="points whose name this pattern is found in")
-    parser.add_argument("--sides", default=",".join(SIDES), help="of: %(default)s")
+    parser.add_argument("--sides", default=",".join(SIDES), help="contenders, or of: %(default)s")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-eager", action="store_true", help="graphs only")
     parser.add_argument("--budget", type=float, default=0.0, help="seconds after which no point is begun")
     parser.add_argument("--json", default="", help="file for the figures, written after every point")
     parser.add_argument("--plot", default="", help="PNG of the speeds over the fastest peer's")
     return parser.parse_args()
+
+
+def _sides(names: str, point: Point) -> dict[str, Any]:
+    return {name: SIDES[name] for name in (contenders(point) if names == "contenders" else names.split(","))}
 
 
 def _earlier(file: str) -> dict[str, Any]:
@@ -171,6 +174,7 @@ def _measure(
     result |= _ratios(result["graph_us"], point, ceilings)
     del runs, graphs, inputs, output
     gc.collect()
+    gc.freeze()  # What libraries keep needs no looking at after each point.
     torch.cuda.empty_cache()
     return result
 

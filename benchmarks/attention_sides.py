@@ -20,7 +20,7 @@ from attnbackend.ops.library import ATTENTION
 from attnbackend.selector import backend_reasons
 from benchmarks.attention_grid import Inputs, Point
 
-__all__ = ["DIRECT", "OURS", "PLANS", "Run", "Unserved", "flashinfer_plan", "selector_config"]
+__all__ = ["DIRECT", "OURS", "PLANS", "Run", "Unserved", "contenders", "flashinfer_plan", "selector_config"]
 
 Run = Callable[[], Tensor | None]
 """Writes the output, or gives a result of as many elements that nobody copies while it is timed."""
@@ -207,3 +207,17 @@ DIRECT: dict[str, Side] = {
     "flashinfer_direct": flashinfer_direct,
     "vllm_triton": vllm_triton,
 }
+
+
+def contenders(point: Point) -> tuple[str, ...]:
+    """What is chosen on Hopper, its part for decode, and the peers of which one was the fastest on an H200.
+
+    FlashInfer gains nothing from float8 caches, and nothing on prompts over FlashAttention 3; vLLM's Triton
+    kernel takes prompts several times as long.
+    """
+    peers = ["fa3_direct"]
+    if point.is_decode:
+        peers += ["vllm_triton"] if point.kv_cache_dtype in FLOAT8 else ["vllm_triton", "flashinfer_direct"]
+    elif point.query_lens == point.seq_lens and point.kv_cache_dtype == "auto":
+        peers.append("cudnn_sdpa")
+    return "FLASH_ATTN+TRITON_ATTN", "TRITON_ATTN", *peers
