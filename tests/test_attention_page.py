@@ -1,0 +1,48 @@
+"""The page about attention on an H200 says what its result files say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.attention_table import TABLES, below_table, grid_table
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_PAGE = (_REPOSITORY / "docs" / "attention-h200.md").read_text()
+
+
+@pytest.mark.parametrize(("table", "file"), [("main", "attention_h200"), ("short", "attention_short_h200")])
+def test_page_has_the_table_of_its_file(table: str, file: str) -> None:
+    results = json.loads((_REPOSITORY / "benchmarks" / "results" / f"{file}.json").read_text())["points"]
+    header, *rows = TABLES[table](results)
+    assert "\n".join([header, "|" + "---|" * (header.count("|") - 1), *rows]) + "\n\n" in _PAGE
+
+
+def _result(point: str, pair: float, alone: float, fa3: float, cudnn: float) -> dict[str, object]:
+    us = {"FLASH_ATTN+TRITON_ATTN": pair, "TRITON_ATTN": alone, "fa3_direct": fa3, "cudnn_sdpa": cudnn}
+    best = min(("fa3_direct", "cudnn_sdpa"), key=us.__getitem__)
+    speeds = {side: us[best] / us[side] for side in ("FLASH_ATTN+TRITON_ATTN", "TRITON_ATTN")}
+    return {"point": point, "graph_us": us, "best_peer": best, "speed_of_best_peer": speeds}
+
+
+_RESULTS = [
+    _result("decode B1 L32768 32/8x128 page 16 cache auto", 10.0, 8.0, 20.0, 30.0),
+    _result("decode B1 L512 32/8x128 page 16 cache auto", 10.0, 40.0, 20.0, 30.0),
+    _result("prefill 16x512 32/8x128 page 16 cache auto", 10.0, 12.0, 9.0, 5.0),
+    _result("prefill 16x512 32/8x128 page 64 cache fp8_e4m3", 100.0, 50.0, 97.0, 99.0),
+]
+
+
+def test_grid_is_summed_up_by_kind() -> None:
+    assert grid_table(_RESULTS)[1:] == [
+        "| 32/8x128 | 16 | bfloat16 | 3 | 1.260 | 0.500 | prefill 16x512 | 2.50 | 0.75 |",
+        "| 32/8x128 | 64 | float8 | 1 | 0.970 | 0.970 | prefill 16x512 | - | 1.94 |",
+    ]
+
+
+def test_slower_points_are_listed_with_the_peer_that_is_faster() -> None:
+    assert below_table(_RESULTS)[1:] == [
+        "| prefill 16x512 | 32/8x128 | 16 | bfloat16 | 10.0 | 5.0 (cuDNN) | 0.500 |"
+    ]
