@@ -18,6 +18,7 @@ from random_serving import logits_of_all_steps
 from sparse_latent_model import SparseLatentModel
 
 from attnbackend import AttentionCGSupport, CUDAGraphMode, Engine, SamplingParams, set_config
+from attnbackend.backends import two_phase, widened
 from attnbackend.cudagraph import GraphSupport, resolve_cudagraph_mode
 from attnbackend.runtime.engine_core import EngineCore
 from attnbackend.runtime.model_runner import build_runner
@@ -30,9 +31,11 @@ class Subject(NamedTuple):
     backend: str
     block_size: int = 16
     kind: str = "dense"
+    kv_cache_dtype: str = "auto"
 
     def __str__(self) -> str:
-        return self.backend if self.block_size == 16 else f"{self.backend}-{self.block_size}"
+        others = (self.block_size, 16), (self.kv_cache_dtype, "auto")
+        return "-".join([self.backend, *(str(value) for value, usual in others if value != usual)])
 
 
 DENSE = [
@@ -50,6 +53,9 @@ LATENT = [
         ("TORCH_MLA_SPARSE", 16),
     )
 ]  # fmt: skip
+FLOAT8 = [
+    Subject(name, kv_cache_dtype="fp8") for name in ("FLASH_ATTN", "TRITON_ATTN", "FLASH_ATTN+TRITON_ATTN")
+]
 MODES = [mode for mode in CUDAGraphMode if mode is not CUDAGraphMode.NONE]
 KINDS = {
     CUDAGraphMode.PIECEWISE: {"pieces"},
@@ -87,8 +93,8 @@ def serve(
     sizes = None if drafts or mode is CUDAGraphMode.NONE else [1, 2, 3, 4, 6, 8, 16, 32, 64]
     runner = build_runner(
         model_of(subject.kind), backend=subject.backend, block_size=subject.block_size, num_blocks=200,
-        max_num_seqs=8, max_num_batched_tokens=64, compile=compile, num_drafts=drafts,
-        graphs=GraphOptions(mode=mode, sizes=sizes, debug=debug),
+        kv_cache_dtype=subject.kv_cache_dtype, max_num_seqs=8, max_num_batched_tokens=64, compile=compile,
+        num_drafts=drafts, graphs=GraphOptions(mode=mode, sizes=sizes, debug=debug),
     )  # fmt: skip
     speculation = {"speculative": "ngram", "num_speculative_tokens": drafts} if drafts else {}
     return EngineCore(
@@ -122,11 +128,7 @@ def check(subject: Subject, mode: CUDAGraphMode, **options: Any) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("subject", [*DENSE, *LATENT], ids=str)
-@pytest.mark.parametrize("mode", MODES)
-def test_steps_from_graphs_are_those_without_or_the_mode_is_refused(
-    subject: Subject, mode: CUDAGraphMode
-) -> None:
+def check_or_refused(subject: Subject, mode: CUDAGraphMode) -> None:
     support = lowest_support_of(subject)
     try:
         resolve_cudagraph_mode(mode, support, splits_attention=True)
@@ -135,6 +137,32 @@ def test_steps_from_graphs_are_those_without_or_the_mode_is_refused(
             serve(subject, mode)
         return
     check(subject, mode)
+
+
+@pytest.mark.parametrize("subject", [*DENSE, *LATENT], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_from_graphs_are_those_without_or_the_mode_is_refused(
+    subject: Subject, mode: CUDAGraphMode
+) -> None:
+    check_or_refused(subject, mode)
+
+
+@pytest.mark.parametrize("subject", FLOAT8, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_float8_caches_too(subject: Subject, mode: CUDAGraphMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pair widens every prompt that is in no whole graph, however short."""
+    copies = []
+
+    def counted(*given: Any) -> torch.Tensor:
+        copies.append(given)
+        return widened.widened_cache(*given)
+
+    monkeypatch.setattr(widened, "_WORTH", 0)
+    monkeypatch.setattr(two_phase, "widened_cache", counted)
+    # FLASH_ATTN alone rounds queries to float8, which it does where it was allowed to.
+    with set_config(flash_attn_fp8=subject.backend == "FLASH_ATTN"):
+        check_or_refused(subject, mode)
+    assert bool(copies) == (mode is not CUDAGraphMode.FULL and "+" in subject.backend)
 
 
 @pytest.mark.parametrize("subject", [*DENSE, *LATENT], ids=str)
