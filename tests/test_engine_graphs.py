@@ -251,6 +251,20 @@ def test_graphs_are_captured_before_serving_and_only_then(model: Any) -> None:
     assert len(graphs.steps.report.costs) == captured
 
 
+def test_nothing_is_compiled_for_graphs_that_are_captured_while_serving(
+    model: Any, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+) -> None:
+    """Layers compile for many tokens and for one, for decodes and for other steps, the last for few rows too."""
+    monkeypatch.setattr(transformers_models, "make_compiler", partial(make_compiler, compiler="aot_eager"))
+    register_backend("HONEST_ALWAYS")(backend_of(ALWAYS))
+    engine = serve(model, "HONEST_ALWAYS", CUDAGraphMode.FULL_AND_PIECEWISE, compile=True, lazy=True)
+    compiler = engine.runner.model.compiler  # type: ignore[attr-defined]
+    assert compiler.num_graphs == 5
+    logits_of_all_steps(engine, seed=2)
+    assert compiler.num_graphs == 5
+    assert len(engine.runner.graphs.steps.report.costs) > 3  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("limits", [(7, 24), (6, 32), (5, 24)])
 def test_an_engine_of_other_limits_than_its_runner_s_is_refused(model: Any, limits: tuple[int, int]) -> None:
     register_backend("HONEST_ALWAYS")(backend_of(ALWAYS))

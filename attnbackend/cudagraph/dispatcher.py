@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,6 +67,11 @@ class CUDAGraphDispatcher:
             yield from (Dispatch(full, self._mixed(n)) for n in reversed(self.sizes))
         if self.mode.decode_mode is full:
             yield from (Dispatch(full, self._uniform(n)) for n in reversed(self.decode_sizes))
+
+    def kinds(self) -> Iterable[BatchDescriptor]:
+        """The largest whole graph of each kind that is compiled apart: of decodes, of one token or request."""
+        whole = [key.descriptor for key in self.graphs() if key.mode is CUDAGraphMode.FULL]
+        return {(d.uniform, d.num_tokens == 1, d.num_reqs == 1): d for d in reversed(whole)}.values()
 
     def dispatch(self, batch: BatchShape) -> Dispatch:
         """The graph for a batch: a whole one if there is any, then pieces, then none."""

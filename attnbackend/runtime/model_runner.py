@@ -45,7 +45,14 @@ from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.sampler import take_largest
 from attnbackend.runtime.served_model import AttentionLayer, ServedModel
 from attnbackend.runtime.started_step import TokenMemory
-from attnbackend.runtime.step_graphs import GraphOptions, StepGraphs, StepInputs, inputs_of, plan_graphs
+from attnbackend.runtime.step_graphs import (
+    GraphOptions,
+    StepGraphs,
+    StepInputs,
+    inputs_of,
+    inputs_of_graph,
+    plan_graphs,
+)
 from attnbackend.selector import AttentionSelectorConfig, select_backend
 from attnbackend.types import AttentionType
 
@@ -168,7 +175,7 @@ class ModelRunner:
         model.bind(self._bound_layers())
         if options.compile:
             model.compile(options.backend, in_pieces=plan.dispatcher.mode.needs_pieces)
-            self.warm_up()
+            self.warm_up(plan.dispatcher)
         self.graphs = self._make_graphs(plan.dispatcher)
 
     def _make_graphs(self, dispatcher: CUDAGraphDispatcher) -> StepGraphs | None:
@@ -191,10 +198,11 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.capture(padding)
 
-    def warm_up(self) -> None:
+    def warm_up(self, dispatcher: CUDAGraphDispatcher) -> None:
         """Compiles what serving will need: graphs for many tokens, few or all of them wanted, and for one.
 
-        Latent attention has a graph of its own for many tokens of as many requests.
+        Latent attention has a graph of its own for many tokens of as many requests, and whole steps that are
+        captured may have some for decodes and for one request.
         """
         most = self.options.max_num_batched_tokens
         with no_duck_shapes():
@@ -202,6 +210,9 @@ class ModelRunner:
                 self.execute(self._padding_batch(tokens))
             if self._has_latents and self.options.max_num_seqs > 1:
                 self.execute(self._padding_batch(min(2, most), num_reqs=min(2, most)))
+            for graph in dispatcher.kinds():
+                batch = self._padding_batch(graph.num_tokens, num_reqs=graph.num_reqs or 1)
+                self._run(batch, inputs_of_graph(batch, graph, dispatcher.uniform_query_len))
 
     def _padding_batch(self, tokens: int, num_reqs: int = 1) -> PreparedBatch:
         """Requests of ``tokens`` tokens together that have no place in the cache: nothing is written."""
@@ -215,7 +226,7 @@ class ModelRunner:
             input_ids=on_device(tokens),
             positions=on_device(tokens),
             slot_mapping=on_device(tokens) - 1,
-            logits_indices=on_device(1),
+            logits_indices=on_device(tokens),
             query_start_loc=starts_cpu.to(self.device),
             seq_lens=lens_cpu.to(self.device),
             block_table=ints(reqs, width, device=self.device),
@@ -243,6 +254,10 @@ class ModelRunner:
             return logits
         decode_only = self._has_latents and batch.max_query_len <= 1
         inputs = inputs_of(batch, batch.num_tokens, len(batch.seq_lens), batch.num_sampled, decode_only)
+        return self._run(batch, inputs)
+
+    def _run(self, batch: PreparedBatch, inputs: StepInputs) -> Tensor:
+        """The step's logits, without a graph."""
         common = self._builder_input(batch, inputs, batch.num_tokens, batch.max_query_len)
         return self._forward(inputs, self._context(common))
 

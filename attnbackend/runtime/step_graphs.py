@@ -37,7 +37,15 @@ from attnbackend.runtime.graph_debug import checked_replay, keep_inputs
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.types import Reason
 
-__all__ = ["GraphOptions", "GraphPlan", "StepGraphs", "StepInputs", "inputs_of", "plan_graphs"]
+__all__ = [
+    "GraphOptions",
+    "GraphPlan",
+    "StepGraphs",
+    "StepInputs",
+    "inputs_of",
+    "inputs_of_graph",
+    "plan_graphs",
+]
 
 
 class StepInputs(NamedTuple):
@@ -68,6 +76,14 @@ def inputs_of(
     return StepInputs(
         batch.input_ids[:num_tokens], batch.positions[:num_tokens], batch.logits_indices[:num_logits], tensors
     )
+
+
+def inputs_of_graph(batch: PreparedBatch, graph: BatchDescriptor, uniform_query_len: int) -> StepInputs:
+    """Those that a graph reads."""
+    tokens = graph.num_tokens
+    reqs = len(batch.seq_lens) if graph.num_reqs is None else graph.num_reqs
+    decode_only = graph.uniform and uniform_query_len == 1
+    return inputs_of(batch, tokens, reqs, min(tokens, reqs * uniform_query_len), decode_only)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,11 +280,7 @@ class StepGraphs:
         """Views of the batch's persistent tensors, made once for each graph."""
         found = self._inputs.get(key)
         if found is None or not found[0].shares_tensors(batch):
-            tokens, most = key.descriptor.num_tokens, len(batch.seq_lens)
-            reqs = most if key.descriptor.num_reqs is None else key.descriptor.num_reqs
-            uniform = self.dispatcher.uniform_query_len
-            decode_only = key.descriptor.uniform and uniform == 1
-            inputs = inputs_of(batch, tokens, reqs, min(tokens, reqs * uniform), decode_only)
+            inputs = inputs_of_graph(batch, key.descriptor, self.dispatcher.uniform_query_len)
             found = self._inputs[key] = batch, inputs
         return found[1]
 
