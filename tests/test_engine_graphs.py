@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from latent_zoo import make_latent_model
 from model_zoo import make_model
 from random_serving import logits_of_all_steps
 from torch import Tensor
@@ -27,7 +28,7 @@ from attnbackend.fx_passes import PickRowsEarly
 from attnbackend.integrations import transformers as transformers_models
 from attnbackend.metadata import CommonAttentionMetadata
 from attnbackend.ops import cpu_linear
-from attnbackend.registry import register_backend
+from attnbackend.registry import register_backend, resolve_backend
 from attnbackend.runtime.engine_core import EngineCore
 from attnbackend.runtime.model_runner import build_runner
 from attnbackend.runtime.step_graphs import GraphOptions
@@ -252,17 +253,19 @@ def test_graphs_are_captured_before_serving_and_only_then(model: Any) -> None:
 
 
 def test_nothing_is_compiled_for_graphs_that_are_captured_while_serving(
-    model: Any, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+    monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
 ) -> None:
-    """Layers compile for many tokens and for one, for decodes and for other steps, the last for few rows too."""
+    """Layers with experts and without compile for many tokens and one, in decodes and other steps, and for a
+    single request; the last for few rows too."""
     monkeypatch.setattr(transformers_models, "make_compiler", partial(make_compiler, compiler="aot_eager"))
-    register_backend("HONEST_ALWAYS")(backend_of(ALWAYS))
-    engine = serve(model, "HONEST_ALWAYS", CUDAGraphMode.FULL_AND_PIECEWISE, compile=True, lazy=True)
+    monkeypatch.setattr(resolve_backend("TORCH_MLA").get_builder_cls(), "cudagraph_support", SINGLE)
+    model = make_latent_model("deepseek_v2_lite").to(DEVICE)
+    engine = serve(model, "TORCH_MLA", None, compile=True, lazy=True)
     compiler = engine.runner.model.compiler  # type: ignore[attr-defined]
-    assert compiler.num_graphs == 5
+    assert compiler.num_graphs == 2 * 5 + 1
     logits_of_all_steps(engine, seed=2)
-    assert compiler.num_graphs == 5
-    assert len(engine.runner.graphs.steps.report.costs) > 3  # type: ignore[attr-defined]
+    assert engine.runner.graphs.stats().keys() == {"decode", "pieces"}  # type: ignore[attr-defined]
+    assert compiler.num_graphs == 2 * 5 + 1
 
 
 @pytest.mark.parametrize("limits", [(7, 24), (6, 32), (5, 24)])

@@ -69,9 +69,9 @@ class CUDAGraphDispatcher:
             yield from (Dispatch(full, self._uniform(n)) for n in reversed(self.decode_sizes))
 
     def kinds(self) -> Iterable[BatchDescriptor]:
-        """The largest whole graph of each kind that is compiled apart: of decodes, of one token or request."""
-        whole = [key.descriptor for key in self.graphs() if key.mode is CUDAGraphMode.FULL]
-        return {(d.uniform, d.num_tokens == 1, d.num_reqs == 1): d for d in reversed(whole)}.values()
+        """The largest graph of each kind that is compiled apart: decodes, one token, one request."""
+        every = reversed([key.descriptor for key in self.graphs()])
+        return {(d.uniform, d.num_tokens == 1, d.num_reqs == 1): d for d in every}.values()
 
     def dispatch(self, batch: BatchShape) -> Dispatch:
         """The graph for a batch: a whole one if there is any, then pieces, then none."""

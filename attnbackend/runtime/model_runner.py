@@ -201,8 +201,8 @@ class ModelRunner:
     def warm_up(self, dispatcher: CUDAGraphDispatcher) -> None:
         """Compiles what serving will need: graphs for many tokens, few or all of them wanted, and for one.
 
-        Latent attention has a graph of its own for many tokens of as many requests, and whole steps that are
-        captured may have some for decodes and for one request.
+        Latent attention has a graph of its own for many tokens of as many requests, and so may steps that are
+        captured, of decodes or of one request.
         """
         most = self.options.max_num_batched_tokens
         with no_duck_shapes():
