@@ -29,6 +29,10 @@ def attend(attention_case: AttentionCase | None = None, **changes: Any) -> Tenso
     return batch.output
 
 
+def with_gaps(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1)[..., 0]
+
+
 def meta(x: Tensor) -> Tensor:
     return x.to("meta")
 
@@ -120,7 +124,8 @@ ATTENTION_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         r"query_start_loc is 5; expected 5 \+ 1",
     ),
     "block table of other rows": ({"block_table": lambda t: t[:-1]}, r"block_table is \(4, 4\).*5"),
-    "scale that is not a number": ({"scale": float("nan")}, "scale is nan; expected a finite number"),
+    "scale that is not a number": ({"scale": float("nan")}, "scale is nan; expected a finite number above 0"),
+    "scale below 0": ({"scale": -0.1}, r"scale is -0\.1; expected a finite number above 0"),
     "window of 0": ({"sliding_window": 0}, "sliding_window is 0; expected at least 1.*None for no window"),
     "negative soft-cap": ({"logits_soft_cap": -5.0}, r"logits_soft_cap is -5\.0.*0 for none"),
     "misspelt attention type": (
@@ -140,6 +145,13 @@ ATTENTION_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"sinks": torch.ones(4, dtype=torch.int32)},
         "sinks is torch.int32; expected torch.float32",
     ),
+    "slopes with gaps": (
+        {"alibi_slopes": torch.ones(8)[::2]},
+        r"last stride of alibi_slopes is 2; expected 1; call alibi_slopes\.contiguous\(\)",
+    ),
+    "one sink for all": ({"sinks": torch.ones(1).expand(4)}, "last stride of sinks is 0"),
+    "lengths with gaps": ({"seq_lens": lambda x: with_gaps(x)}, "last stride of seq_lens is 2"),
+    "blocks with gaps": ({"block_table": lambda x: with_gaps(x)}, "last stride of block_table is 2"),
     "scales for other heads": ({"k_scale": torch.ones(3)}, "k_scale is 3; expected 1 or num_kv_heads=2"),
 }
 
@@ -251,6 +263,10 @@ WRITE_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "slots as int32": (
         {"slot_mapping": torch.ones(3, dtype=torch.int32)},
         "slot_mapping is torch.int32; expected torch.int64",
+    ),
+    "slots with gaps": (
+        {"slot_mapping": torch.arange(32, 38)[::2]},
+        "last stride of slot_mapping is 2",
     ),
     "fewer slots than tokens": ({"slot_mapping": torch.tensor([16, 17])}, "slot_mapping is 2; expected 3"),
     "fewer values than keys": ({"value": torch.ones(2, 2, 64)}, "value is 2; expected 3"),

@@ -126,7 +126,11 @@ FAULTS: dict[str, tuple[Callable[[MLABatch], Any], str]] = {
         lambda b: mqa(b, topk_indices=torch.zeros(3, 4, dtype=torch.int64)),
         "dtype of topk_indices is torch.int64",
     ),
-    "an infinite factor": (lambda b: mqa(b, scale=float("inf")), "scale is inf; expected a finite number"),
+    "an infinite factor": (lambda b: mqa(b, scale=float("inf")), "scale is inf; expected a finite"),
+    "lengths with gaps": (
+        lambda b: mqa(b, seq_lens=torch.stack([b.seq_lens] * 2, -1)[:, 0]),
+        "last stride of seq_lens is 2",
+    ),
 }  # fmt: skip
 
 

@@ -210,10 +210,12 @@ def test_refusals_of_cache_writes_are_python_s(changes: dict[str, Any]) -> None:
 
 
 def test_gradients_are_refused() -> None:
-    batch = make_batch(case("plain"), "cpu")
+    batch = make_batch(case("sinks"), "cpu")
     forward(batch)()
-    with torch.enable_grad(), pytest.raises(RuntimeError, match="ops serve inference and have no backward"):
-        forward(replace(batch, query=batch.query.clone().requires_grad_()))()
+    for name in ("query", "value", "sinks"):
+        wants_grad = {name: getattr(batch, name).clone().requires_grad_()}
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="serve inference and have no backward"):
+            forward(replace(batch, **wants_grad))()
 
 
 def test_python_is_asked_again_where_it_must_look(seen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,10 @@ def source_of_repeated_keys_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, wide, repeat_kv(v))
 
 
+def far_keys_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, scale=-0.5)
+
+
 def rounded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.div(q @ k.transpose(2, 3), 5.0, rounding_mode="floor").softmax(-1) @ v
 
@@ -252,6 +256,7 @@ LEFT: dict[Attention, tuple[dict[str, int], str]] = {
     mask_written: ({}, "setitem writes in place"),
     weights_written: ({}, "writes in place"),
     source_of_repeated_keys_written: ({"kv_heads": K}, "zero_ writes in place"),
+    far_keys_first: ({}, "its scale is -0.5, and the ops take one above 0"),
     rounded: ({}, "div where a product"),
     two_caps: ({}, "caps by 2.0 what was divided by 3.0"),
 }

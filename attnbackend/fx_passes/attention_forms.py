@@ -87,6 +87,8 @@ def _check(form: AttentionForm) -> None:
         raise NoMatch(
             f"is causal from the top left over {q[2]} queries and {k[2]} keys, which need not be as many"
         )
+    if not form.scale > 0:
+        raise NoMatch(f"its scale is {form.scale}, and the ops take one above 0")
     values = [tensor_of(x) for x in (form.query, form.key, form.value)]
     if len({x.dtype for x in values}) > 1 or not values[0].dtype.is_floating_point:
         raise NoMatch(f"types {', '.join(str(x.dtype) for x in values)}")

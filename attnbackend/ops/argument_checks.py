@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -13,12 +14,15 @@ from attnbackend.kv_cache import resolve_kv_cache_dtype
 __all__ = [
     "check_cache",
     "check_contiguous_rows",
+    "check_factor",
     "check_no_grad",
     "check_query_start_loc",
     "check_scale",
     "check_tensor",
+    "check_without_gaps",
     "fail",
     "first_place",
+    "wants_grad",
 ]
 
 
@@ -56,6 +60,14 @@ def check_contiguous_rows(what: str, x: Tensor | None) -> None:
         fail(f"last stride of {what}", x.stride(-1), f"1; call {what}.contiguous()")
 
 
+def check_without_gaps(call: Any, names: Sequence[str]) -> None:
+    """Kernels read these as they lie in memory; rows of a matrix may lie apart."""
+    for what in names:
+        x = getattr(call, what)
+        if x is not None and x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1:
+            fail(f"last stride of {what}", x.stride(-1), f"1; call {what}.contiguous()")
+
+
 def check_cache(kv_cache: Tensor, kv_cache_dtype: str, model_dtype: torch.dtype) -> None:
     """A float8 cache may come as the bytes that it consists of, which more of torch's own ops can take."""
     wanted = resolve_kv_cache_dtype(kv_cache_dtype, model_dtype)
@@ -65,8 +77,18 @@ def check_cache(kv_cache: Tensor, kv_cache_dtype: str, model_dtype: torch.dtype)
         fail("dtype of kv_cache", kv_cache.dtype, f"{names} for kv_cache_dtype={kv_cache_dtype!r}")
 
 
-def check_no_grad(*tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+def check_factor(scale: float) -> None:
+    """Libraries' kernels mask keys before they multiply: a factor below 0 would let masked keys win."""
+    if not 0 < scale < math.inf:
+        fail("scale", scale, "a finite number above 0; multiply the query by any other")
+
+
+def wants_grad(arguments: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
+def check_no_grad(arguments: Sequence[Any]) -> None:
+    if wants_grad(arguments):
         raise RuntimeError(
             "attnbackend's ops serve inference and have no backward, but an input requires grad; run the "
             "model under torch.inference_mode() or torch.no_grad()"

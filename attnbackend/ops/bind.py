@@ -24,12 +24,14 @@ from attnbackend.metadata import (
     CommonAttentionMetadata,
 )
 from attnbackend.ops import checks
+from attnbackend.ops.argument_checks import wants_grad
 from attnbackend.ops.binding import (
     LN_2,
     choose_backend,
     remember,
     rows_of,
     typed_cache,
+    vector_of,
     whole_of,
 )
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall
@@ -224,20 +226,19 @@ def _attention_signature(c: AttentionCall) -> tuple[Any, ...]:
     return (
         rows_of(c.query), rows_of(c.key), rows_of(c.value), rows_of(c.output), rows_of(c.lse),
         c.kv_cache.shape, c.kv_cache.dtype, c.kv_cache.device, c.kv_cache.stride(-1),
-        whole_of(c.query_start_loc), whole_of(c.seq_lens), whole_of(c.block_table), c.scale, c.causal,
-        c.sliding_window, c.attention_chunk_size, c.logits_soft_cap, whole_of(c.alibi_slopes),
-        whole_of(c.sinks), whole_of(c.bidirectional_ranges), whole_of(c.q_scale),
-        whole_of(c.k_scale), whole_of(c.v_scale), whole_of(c.output_scale), rows_of(c.output_block_scale),
-        c.kv_cache_dtype, c.attn_type,
-        torch.is_grad_enabled() and (c.query.requires_grad or (c.key is not None and c.key.requires_grad)),
+        vector_of(c.query_start_loc), vector_of(c.seq_lens), whole_of(c.block_table),
+        c.block_table.stride(-1), c.scale, c.causal, c.sliding_window, c.attention_chunk_size,
+        c.logits_soft_cap, vector_of(c.alibi_slopes), vector_of(c.sinks), vector_of(c.bidirectional_ranges),
+        whole_of(c.q_scale), vector_of(c.k_scale), vector_of(c.v_scale), whole_of(c.output_scale),
+        rows_of(c.output_block_scale), c.kv_cache_dtype, c.attn_type, wants_grad(c),
     )  # fmt: skip
 
 
 def _update_signature(c: KVCacheUpdateCall) -> tuple[Any, ...]:
     return (
         rows_of(c.key), rows_of(c.value), whole_of(c.kv_cache), c.kv_cache.stride(-1), c.slot_mapping.dtype,
-        c.slot_mapping.device, c.slot_mapping.dim(), whole_of(c.k_scale), whole_of(c.v_scale),
-        c.kv_cache_dtype, torch.is_grad_enabled() and (c.key.requires_grad or c.value.requires_grad),
+        c.slot_mapping.device, c.slot_mapping.dim(), c.slot_mapping.is_contiguous(), vector_of(c.k_scale),
+        vector_of(c.v_scale), c.kv_cache_dtype, wants_grad(c),
     )  # fmt: skip
 
 

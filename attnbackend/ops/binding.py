@@ -13,7 +13,7 @@ from attnbackend.kv_cache import resolve_kv_cache_dtype
 from attnbackend.registry import resolve_backend
 from attnbackend.selector import AttentionSelectorConfig, backend_reasons, select_backend
 
-__all__ = ["LN_2", "choose_backend", "remember", "rows_of", "typed_cache", "whole_of"]
+__all__ = ["LN_2", "choose_backend", "remember", "rows_of", "typed_cache", "vector_of", "whole_of"]
 
 LN_2 = math.log(2.0)
 _CACHE_LIMIT = 4096
@@ -46,6 +46,11 @@ def rows_of(x: Tensor | None) -> Any:
 def whole_of(x: Tensor | None) -> Any:
     """Signature of any other tensor."""
     return x if x is None else (x.shape, x.dtype, x.device)
+
+
+def vector_of(x: Tensor | None) -> Any:
+    """Signature of what is read as it lies in memory."""
+    return x if x is None else (x.shape, x.dtype, x.device, x.is_contiguous())
 
 
 def remember(cache: dict[Any, V], key: Any, value: V) -> V:

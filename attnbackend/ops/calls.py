@@ -34,7 +34,7 @@ class AttentionCall(NamedTuple):
     block_table: Tensor
     """int32 [R, W]."""
     scale: float
-    """Factor of the logits, usually head_size ** -0.5."""
+    """Factor of the logits, above 0, usually head_size ** -0.5."""
     lse: Tensor | None = None
     """float32 [T, H], written: natural log of the sum of exponentials of the logits."""
     causal: bool = True

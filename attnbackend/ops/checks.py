@@ -15,10 +15,12 @@ from attnbackend.backend import KVCacheDims
 from attnbackend.ops.argument_checks import (
     check_cache,
     check_contiguous_rows,
+    check_factor,
     check_no_grad,
     check_query_start_loc,
     check_scale,
     check_tensor,
+    check_without_gaps,
     fail,
     first_place,
 )
@@ -40,12 +42,16 @@ __all__ = [
 _QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 """Types of a quantised output; bytes are those of float8_e4m3fn."""
 
+_READ_AS_THEY_LIE = (
+    "query_start_loc", "seq_lens", "block_table", "alibi_slopes", "sinks", "bidirectional_ranges", "k_scale",
+    "v_scale",
+)  # fmt: skip
+
 ExpectedTensor = tuple[str, tuple[int | str, ...], tuple[torch.dtype, ...]]
 
 
 def _check_scalars(call: AttentionCall) -> None:
-    if not math.isfinite(call.scale):
-        fail("scale", call.scale, "a finite number")
+    check_factor(call.scale)
     if call.sliding_window is not None and call.sliding_window < 1:
         fail(
             "sliding_window",
@@ -62,7 +68,7 @@ def _check_scalars(call: AttentionCall) -> None:
 
 def check_attention(call: AttentionCall, dims: KVCacheDims) -> None:
     """Raises ValueError on anything about an attention call that no backend could serve."""
-    check_no_grad(call.query, call.key, call.value)
+    check_no_grad(call)
     _check_heads(call.query, dims)
     _check_scalars(call)
     check_kind(call, dims)
@@ -81,6 +87,7 @@ def check_attention(call: AttentionCall, dims: KVCacheDims) -> None:
     check_scale("v_scale", call.v_scale, dims.num_kv_heads, call.query)
     for what in ("query", "key", "value", "kv_cache", "output"):
         check_contiguous_rows(what, getattr(call, what))
+    check_without_gaps(call, _READ_AS_THEY_LIE)
 
 
 def _check_heads(query: Tensor, dims: KVCacheDims) -> None:
@@ -158,7 +165,7 @@ def check_update(call: KVCacheUpdateCall, dims: KVCacheDims) -> None:
     """Raises ValueError on anything about a cache write that no backend could serve."""
     key, cache = call.key, call.kv_cache
     row = ("T", dims.num_kv_heads, dims.head_size)
-    check_no_grad(key, call.value)
+    check_no_grad(call)
     check_cache(cache, call.kv_cache_dtype, key.dtype)
     check_tensor("key", key, row, (key.dtype,), cache)
     check_tensor("value", call.value, row, (key.dtype,), cache)
@@ -169,6 +176,7 @@ def check_update(call: KVCacheUpdateCall, dims: KVCacheDims) -> None:
         fail("k_scale or v_scale", "given", f"None, since a cache of {cache.dtype} is not scaled")
     for what in ("key", "value", "kv_cache"):
         check_contiguous_rows(what, getattr(call, what))
+    check_without_gaps(call, ("slot_mapping", "k_scale", "v_scale"))
 
 
 def check_update_tokens(call: KVCacheUpdateCall) -> None:

@@ -6,9 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from attnbackend.backend import AttentionBackend
 from attnbackend.config import debug_checks_enabled, forced_backend, library_choices
 from attnbackend.forward_context import get_forward_context
@@ -17,7 +14,8 @@ from attnbackend.kv_cache import spec_of
 from attnbackend.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnbackend.mla_metadata import MLAMetadata, MLAMetadataBuilder, MLAPrefillMetadata
 from attnbackend.ops import mla_checks as checks
-from attnbackend.ops.binding import LN_2, choose_backend, remember, rows_of, typed_cache, whole_of
+from attnbackend.ops.argument_checks import wants_grad
+from attnbackend.ops.binding import LN_2, choose_backend, remember, rows_of, typed_cache, vector_of, whole_of
 from attnbackend.ops.mla_calls import MLAAttentionCall, MLACacheUpdateCall, MLAMixedCall, MLAPrefillCall
 from attnbackend.ops.mla_mixed import attend_mixed
 from attnbackend.registry import any_case_name, is_implemented, registry_generation, resolve_backend
@@ -192,13 +190,10 @@ def _signature(call: Step) -> tuple[Any, ...]:
         own = (rows_of(call.query), rows_of(call.kv_c), rows_of(call.k_pe), whole_of(call.kv_b_weight))
     return (
         *own, rows_of(call.output), whole_of(call.kv_cache), call.kv_cache.stride(-1),
-        whole_of(call.query_start_loc), whole_of(call.seq_lens), whole_of(call.block_table), call.scale,
-        whole_of(call.k_scale), call.kv_cache_dtype, _wants_grad(*call),
+        vector_of(call.query_start_loc), vector_of(call.seq_lens), whole_of(call.block_table),
+        call.block_table.stride(-1), call.scale, whole_of(call.k_scale), call.kv_cache_dtype,
+        wants_grad(call),
     )  # fmt: skip
-
-
-def _wants_grad(*arguments: Any) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
 
 
 _BOUND: dict[Any, _Bound] = {}
@@ -237,8 +232,8 @@ def run_mla_update(name: str | None, call: MLACacheUpdateCall) -> None:
     chosen_by = forced_backend() if name is None else name
     key = (
         chosen_by, registry_generation(), rows_of(call.kv_c), rows_of(call.k_pe), whole_of(call.kv_cache),
-        call.kv_cache.stride(-1), rows_of(call.slot_mapping), whole_of(call.k_scale), call.kv_cache_dtype,
-        library_choices(), _wants_grad(*call),
+        call.kv_cache.stride(-1), rows_of(call.slot_mapping), call.slot_mapping.is_contiguous(),
+        whole_of(call.k_scale), call.kv_cache_dtype, library_choices(), wants_grad(call),
     )  # fmt: skip
     impl = _WRITERS.get(key)
     if impl is None:
@@ -257,8 +252,8 @@ def run_mha(name: str, call: MLAPrefillCall) -> None:
     """Runs a backend's ``forward_mha`` for sequences of any lengths."""
     key = (
         name, registry_generation(), rows_of(call.query), rows_of(call.key), rows_of(call.value),
-        rows_of(call.output), rows_of(call.lse), whole_of(call.cu_seqlens_q), whole_of(call.cu_seqlens_k),
-        call.scale, library_choices(), _wants_grad(*call),
+        rows_of(call.output), rows_of(call.lse), vector_of(call.cu_seqlens_q), vector_of(call.cu_seqlens_k),
+        call.scale, library_choices(), wants_grad(call),
     )  # fmt: skip
     impl = _PREFILLS.get(key)
     if impl is None:

@@ -5,8 +5,6 @@ Shape legend: as `attnbackend.ops.mla_calls`.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -14,9 +12,11 @@ from attnbackend.mla_cache import mla_row_width
 from attnbackend.ops.argument_checks import (
     check_cache,
     check_contiguous_rows,
+    check_factor,
     check_no_grad,
     check_query_start_loc,
     check_tensor,
+    check_without_gaps,
     fail,
     first_place,
 )
@@ -40,7 +40,7 @@ _FLOAT32 = (torch.float32,)
 def check_mqa(call: MLAAttentionCall) -> None:
     """Raises ValueError on anything about a call that no backend could serve."""
     q, own = call.query_latent, (call.query_latent.dtype,)
-    check_no_grad(q, call.query_rope)
+    check_no_grad(call)
     _check_rank("query_latent", q, "(num_tokens, num_heads, kv_lora_rank)", 3)
     heads, rank = int(q.shape[1]), int(q.shape[2])
     check_tensor("query_rope", call.query_rope, ("T", heads, "qk_rope_head_dim"), own, q)
@@ -56,7 +56,7 @@ def check_mqa(call: MLAAttentionCall) -> None:
 def check_mixed(call: MLAMixedCall) -> None:
     """As `check_mqa`."""
     q, own = call.query, (call.query.dtype,)
-    check_no_grad(q, call.kv_c, call.k_pe, call.kv_b_weight)
+    check_no_grad(call)
     _check_rank("query", q, "(num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim)", 3)
     _check_rank("kv_c", call.kv_c, "(num_tokens, kv_lora_rank)", 2)
     _check_rank("k_pe", call.k_pe, "(num_tokens, qk_rope_head_dim)", 2)
@@ -82,7 +82,7 @@ def check_mixed(call: MLAMixedCall) -> None:
 def check_mha(call: MLAPrefillCall) -> None:
     """As `check_mqa`."""
     q, own = call.query, (call.query.dtype,)
-    check_no_grad(q, call.key, call.value)
+    check_no_grad(call)
     _check_rank("query", q, "(num_tokens, num_heads, qk_head_dim)", 3)
     heads, qk_head_dim = int(q.shape[1]), int(q.shape[2])
     check_tensor("key", call.key, ("S", heads, qk_head_dim), own, q)
@@ -91,7 +91,8 @@ def check_mha(call: MLAPrefillCall) -> None:
     check_tensor("lse", call.lse, ("T", heads), _FLOAT32, q)
     check_tensor("cu_seqlens_q", call.cu_seqlens_q, ("Q+1",), _INT32, q)
     check_tensor("cu_seqlens_k", call.cu_seqlens_k, (call.cu_seqlens_q.shape[0],), _INT32, q)
-    _check_scale_factor(call.scale)
+    check_without_gaps(call, ("cu_seqlens_q", "cu_seqlens_k"))
+    check_factor(call.scale)
     for name in ("query", "key", "value", "output"):
         check_contiguous_rows(name, getattr(call, name))
 
@@ -99,11 +100,12 @@ def check_mha(call: MLAPrefillCall) -> None:
 def check_mla_update(call: MLACacheUpdateCall) -> None:
     """As `check_mqa`, for a cache write."""
     own, cache = (call.kv_c.dtype,), call.kv_cache
-    check_no_grad(call.kv_c, call.k_pe)
+    check_no_grad(call)
     _check_rank("kv_c", call.kv_c, "(num_tokens, kv_lora_rank)", 2)
     check_tensor("kv_c", call.kv_c, ("T", "kv_lora_rank"), own, cache)
     check_tensor("k_pe", call.k_pe, ("T", "qk_rope_head_dim"), own, cache)
     check_tensor("slot_mapping", call.slot_mapping, ("T",), (torch.int64,), cache)
+    check_without_gaps(call, ("slot_mapping",))
     _check_row(cache, int(call.kv_c.shape[1] + call.k_pe.shape[1]), call.kv_cache_dtype, call.kv_c)
     _check_k_scale(call.k_scale, call.kv_cache_dtype, call.kv_c)
     for name in ("kv_c", "k_pe", "kv_cache"):
@@ -194,15 +196,11 @@ def _check_step(call: MLAAttentionCall | MLAMixedCall, query: Tensor) -> None:
     check_tensor("query_start_loc", call.query_start_loc, ("Q+1",), _INT32, query)
     check_tensor("seq_lens", call.seq_lens, ("Q",), _INT32, query)
     check_tensor("block_table", call.block_table, (rows, "W"), _INT32, query)
+    check_without_gaps(call, ("query_start_loc", "seq_lens", "block_table"))
     if call.query_start_loc.shape[0] != rows + 1:
         fail("length of query_start_loc", call.query_start_loc.shape[0], f"{rows} + 1, as seq_lens")
-    _check_scale_factor(call.scale)
+    check_factor(call.scale)
     _check_k_scale(call.k_scale, call.kv_cache_dtype, query)
-
-
-def _check_scale_factor(scale: float) -> None:
-    if not math.isfinite(scale):
-        fail("scale", scale, "a finite number")
 
 
 def _check_k_scale(k_scale: Tensor | None, kv_cache_dtype: str, like: Tensor) -> None:
