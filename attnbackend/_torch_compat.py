@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
 from torch._C._dynamo.guards import TensorGuards
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -18,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef as StorageRef
 __all__ = [
     "FUNCTIONALIZED",
     "FakeTensor",
+    "GuardedCalls",
     "StorageRef",
     "add_buffer",
     "add_cache_key",
@@ -185,6 +187,48 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     assert isinstance(function, types.FunctionType)
     code, names = function.__code__.replace(), function.__globals__
     return types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
+
+
+class GuardedCalls:
+    """What ``torch.compile`` made of a function, without all that Dynamo does on each call beside its guards.
+
+    Dynamo's own guards are checked; the code that they admit is called. A call that none admits goes to
+    ``torch.compile``, and so do all while a stance is set or while Dynamo traces a caller.
+
+    Args:
+        compiled: ``torch.compile`` of a function without closure, which takes any further arguments; compiled
+            without graph breaks.
+        specialize_float: floats are constants of what is compiled, which is compiled anew for others.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], *, specialize_float: bool) -> None:
+        from torch._dynamo import eval_frame
+
+        self._compiled, self._dynamo = compiled, eval_frame
+        self._function: types.FunctionType = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
+        code = self._function.__code__
+        assert not code.co_freevars
+        self._places, names = code.co_argcount, code.co_varnames
+        self._names, self._rest = names[: self._places], names[self._places : self._places + 2]
+        self._settings = {"specialize_float": specialize_float}
+        self._known: dict[int, types.FunctionType] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._dynamo._stance.stance == "default" and get_eval_frame_callback() is None:
+            scope = dict(zip(self._names, args, strict=False))
+            scope |= zip(self._rest, (args[self._places :], kwargs), strict=True)
+            for entry in _debug_get_cache_entry_list(self._function.__code__):
+                if entry.code is not None and entry.guard_manager.root.check(scope):
+                    return self._of(entry.code)(*args, **kwargs)
+        with torch._dynamo.config.patch(self._settings), torch._inductor.config.patch(size_asserts=False):
+            return self._compiled(*args, **kwargs)
+
+    def _of(self, code: types.CodeType) -> types.FunctionType:
+        """Codes are equal by their text, which takes long to compare: they are known by where they are."""
+        known = self._known.get(id(code))
+        if known is None or known.__code__ is not code:
+            known = self._known[id(code)] = types.FunctionType(code, self._function.__globals__)
+        return known
 
 
 def run_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,67 @@ def test_functions_with_their_own_code_do_not_share_a_recompile_limit() -> None:
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             one(torch.ones(()), 2)
     torch._dynamo.reset()
+
+
+class _Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.factor = torch.nn.Parameter(torch.tensor([1.0, 2.0])), 3.0
+
+    def forward(self, x: torch.Tensor, *, more: int = 0) -> torch.Tensor:
+        return x * self.weight * self.factor + more
+
+
+@pytest.fixture
+def guarded(fresh_compiler: None) -> tuple[compat.GuardedCalls, list[int]]:
+    """Calls of modules, and how many inputs each graph has; what is compiled gives 100 more."""
+    graphs: list[int] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., tuple[torch.Tensor]]:
+        graphs.append(len(inputs))
+        return lambda *values: (graph(*values)[0] + 100,)
+
+    function = compat.with_own_code(compat.run_module)
+    compiled = torch.compile(function, backend=compiler, dynamic=True, fullgraph=True)
+    return compat.GuardedCalls(compiled, specialize_float=True), graphs
+
+
+def test_guarded_calls_go_to_what_was_compiled_while_its_guards_hold(
+    guarded: tuple[compat.GuardedCalls, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, graphs = guarded
+    module, other, x = _Scaled(), _Scaled(), torch.ones(2)
+    with torch.no_grad():
+        assert run(module, x).tolist() == [103.0, 106.0]
+        own, asked = run._compiled, []
+        monkeypatch.setattr(run, "_compiled", lambda *a, **k: asked.append(a) or own(*a, **k))
+        other.weight = torch.nn.Parameter(torch.tensor([5.0, 6.0]))
+        module.weight = torch.nn.Parameter(torch.tensor([0.0, 7.0]))
+        assert run(module, x).tolist() == [100.0, 121.0]
+        assert run(other, torch.ones(3, 2))[2].tolist() == [115.0, 118.0]  # another rank
+        assert (len(graphs), len(asked)) == (2, 1)
+        module.factor = 0.5
+        assert [run(module, x).tolist() for _ in range(2)] == [[100.0, 103.5]] * 2
+        assert run(other, x).tolist() == [115.0, 118.0]
+        assert run(module, x, more=1).tolist() == [101.0, 104.5]
+        module.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+        assert run(module, x).dtype is torch.float64
+        assert (len(graphs), len(asked)) == (5, 4)
+        module.forward = lambda x: x - 1  # type: ignore[method-assign]
+        assert run(module, x).tolist() == [100.0, 100.0]
+    assert run(other, x).requires_grad
+
+
+def test_guarded_calls_follow_stances_and_resets(guarded: tuple[compat.GuardedCalls, list[int]]) -> None:
+    run, graphs = guarded
+    module, x = _Scaled(), torch.ones(2)
+    for expected in (1, 1, 2):
+        if expected == 2:
+            torch._dynamo.reset()
+        assert run(module, x).tolist() == [103.0, 106.0]
+        assert len(graphs) == expected
+        with torch.compiler.set_stance("force_eager"):
+            assert run(module, x).tolist() == [3.0, 6.0]
 
 
 def test_a_module_s_call_can_be_replaced_and_given_back() -> None:

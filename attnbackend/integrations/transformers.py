@@ -14,13 +14,20 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from attnbackend._torch_compat import compiled_call, run_module, set_compiled_call, with_own_code
+from attnbackend._torch_compat import (
+    GuardedCalls,
+    compiled_call,
+    run_module,
+    set_compiled_call,
+    with_own_code,
+)
 from attnbackend.compiler import make_compiler
 from attnbackend.fx_passes import (
     FuseLatentRopeCacheWrite,
@@ -235,22 +242,26 @@ class TransformersModel:
         self.compiler = make_compiler(backend, passes=[*passes, PickRowsEarly()], in_pieces=in_pieces)
         layers, runs = _decoder_layers(self._modules, self.model), {}
         self.why_not_picked = why_not_picked(layers, self._logits_of, self.device)
+        compiled = partial(self._compiled, same_floats=len(set(map(_floats, layers))) == 1)
         for layer in layers:
             kind = self._kind_of(layer)
             if kind not in runs:
-                runs[kind] = self._compiled(run_module)
+                runs[kind] = compiled(run_module)
             set_compiled_call(layer, CompiledLayer(runs[kind], layer))
         if self.why_not_picked is None:
-            self._last = LastLayer(runs[kind], layers[-1], self._compiled(run_and_pick))
+            self._last = LastLayer(runs[kind], layers[-1], compiled(run_and_pick))
             set_compiled_call(layers[-1], self._last)
         if self.device.type == "cuda":
             self.compile_ends()
 
-    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(
+    def _compiled(self, function: Callable[..., Any], *, same_floats: bool) -> Callable[..., Any]:
+        compiled = torch.compile(
             with_own_code(function), backend=self.compiler, dynamic=True, fullgraph=True,
             options={"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe},
         )  # fmt: skip
+        if self.device.type != "cpu":
+            return compiled
+        return GuardedCalls(compiled, specialize_float=same_floats)
 
     def _logits_of(self, tokens_T: Tensor, rows_R: Tensor | None) -> Tensor:
         """Of layers that want no batch."""
@@ -419,6 +430,16 @@ def _decoder_layers(attention_modules: Mapping[nn.Module, Any], model: nn.Module
             "make the engine with compile=False"
         )
     return layers
+
+
+def _floats(layer: nn.Module) -> tuple[tuple[str, float], ...]:
+    """Numbers that a layer's modules hold, such as a norm's epsilon."""
+    return tuple(
+        (f"{name}.{key}", value)
+        for name, module in layer.named_modules()
+        for key, value in module.__dict__.items()
+        if isinstance(value, float)
+    )
 
 
 def _ends(layers: Sequence[nn.Module], model: nn.Module) -> list[nn.Module]:

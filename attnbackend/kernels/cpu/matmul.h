@@ -106,6 +106,7 @@ static void ask_for_places(const LinearArgs& a, int64_t row, int64_t rows, int64
 }
 
 // `sums` [VW][stride] of the rows from `row` on, with the bias, to where they belong.
+template <class C>
 static void write_sums(const LinearArgs& a, int64_t row, int64_t rows, int64_t first, const float* sums,
                        int64_t stride, const float* bias) {
   const int64_t count = std::min<int64_t>(VW, a.outputs - first);
@@ -122,6 +123,28 @@ static void write_sums(const LinearArgs& a, int64_t row, int64_t rows, int64_t f
     }
   }
 }
+
+#if defined(__AVX512BF16__)
+// Two outputs become a pair before they are transposed, which halves that.
+template <>
+void write_sums<BF16Pairs>(const LinearArgs& a, int64_t row, int64_t rows, int64_t first, const float* sums,
+                           int64_t stride, const float* bias) {
+  const int64_t count = std::min<int64_t>(VW, a.outputs - first);
+  vf pairs[VW / 2];
+#pragma GCC unroll 8
+  for (int o = 0; o < VW / 2; ++o) {
+    const float* place = sums + 2 * o * stride;
+    pairs[o] = (vf)Products<BF16Pairs>::round(load(place) + bias[2 * o], load(place + stride) + bias[2 * o + 1]);
+  }
+#pragma GCC unroll 3
+  for (int n = 1; n < VW / 2; n *= 2) zip_halves(pairs);
+#pragma GCC unroll 16
+  for (int r = 0; r < VW; ++r) {
+    const char* place = reinterpret_cast<const char*>(pairs) + r * VW * 2;
+    if (r < rows) std::memcpy(output_place(a, row + r, first), place, count == VW ? VW * 2 : count * 2);
+  }
+}
+#endif
 
 // Outputs first .. first + VW of a block of rows.
 template <class C>
@@ -145,7 +168,7 @@ static void many_block(const LinearArgs& a, const Columns& x, int64_t first) {
     else if (n == 2) panel_sums<P, 2>(x, at, weight, next, sums);
     else panel_sums<P, 3>(x, at, weight, next, sums);
     for (int64_t v = 0; v < n; ++v)
-      write_sums(a, x.first_row + (at + v) * VW, x.rows - (at + v) * VW, first, sums + v * VW, n * VW, bias);
+      write_sums<C>(a, x.first_row + (at + v) * VW, x.rows - (at + v) * VW, first, sums + v * VW, n * VW, bias);
   }
 }
 

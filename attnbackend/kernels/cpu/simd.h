@@ -73,22 +73,27 @@ struct LanesFor<0, I...> {
 };
 typedef LanesFor<VW>::type AllLanes;
 
-// VW rows of VW lanes, as bits: target[lane][row] = source[row][lane]. Zipping the rows' halves log2(VW)
-// times is a transposition.
+// The first half of the vectors zipped with the second, lane by lane. Of as many vectors as lanes, log2(N) times
+// that is a transposition.
+template <int N>
+static inline void zip_halves(vf (&x)[N]) {
+  vf y[N];
+#pragma GCC unroll 8
+  for (int i = 0; i < N / 2; ++i) {
+    y[2 * i] = AllLanes::zip_low(x[i], x[i + N / 2]);
+    y[2 * i + 1] = AllLanes::zip_high(x[i], x[i + N / 2]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) x[i] = y[i];
+}
+
+// VW rows of VW lanes, as bits: target[lane][row] = source[row][lane].
 static inline void transpose(const float* source, int64_t row, float* target, int64_t lane) {
-  vf x[VW], y[VW];
+  vf x[VW];
 #pragma GCC unroll 16
   for (int i = 0; i < VW; ++i) x[i] = load(source + i * row);
 #pragma GCC unroll 4
-  for (int n = 1; n < VW; n *= 2) {
-#pragma GCC unroll 8
-    for (int i = 0; i < VW / 2; ++i) {
-      y[2 * i] = AllLanes::zip_low(x[i], x[i + VW / 2]);
-      y[2 * i + 1] = AllLanes::zip_high(x[i], x[i + VW / 2]);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < VW; ++i) x[i] = y[i];
-  }
+  for (int n = 1; n < VW; n *= 2) zip_halves(x);
 #pragma GCC unroll 16
   for (int i = 0; i < VW; ++i) store(target + i * lane, x[i]);
 }
