@@ -260,7 +260,7 @@ def test_nothing_is_compiled_for_graphs_that_are_captured_while_serving(
     monkeypatch.setattr(transformers_models, "make_compiler", partial(make_compiler, compiler="aot_eager"))
     monkeypatch.setattr(resolve_backend("TORCH_MLA").get_builder_cls(), "cudagraph_support", SINGLE)
     model = make_latent_model("deepseek_v2_lite").to(DEVICE)
-    engine = serve(model, "TORCH_MLA", None, compile=True, lazy=True)
+    engine = serve(model, "TORCH_MLA", None, compile=True, recorded=True, lazy=True)
     compiler = engine.runner.model.compiler  # type: ignore[attr-defined]
     assert compiler.num_graphs == 2 * 5 + 1
     logits_of_all_steps(engine, seed=2)
