@@ -7,10 +7,14 @@ W table width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from attnbackend.impl import AttentionParams
+    from attnbackend.selector import AttentionSelectorConfig
 
 __all__ = ["Descales", "FlashCall", "Layer", "ScheduleRequest", "window_of"]
 
@@ -88,14 +92,17 @@ class Layer:
     """As of `AttentionParams`: kernels may multiply what is behind the last key with 0."""
 
     @classmethod
-    def of(cls, source: Any, *, kv_dtype: torch.dtype, alibi: bool) -> Layer:
-        """From `AttentionParams` or an `AttentionSelectorConfig`, which name these things alike."""
+    def of(
+        cls, source: AttentionParams | AttentionSelectorConfig, *, kv_dtype: torch.dtype, alibi: bool,
+        clean_pages: bool = False,
+    ) -> Layer:  # fmt: skip
+        """From a layer's parameters or configuration, which name these things alike."""
         return cls(
             dtype=source.dtype, kv_dtype=kv_dtype, head_size=source.head_size,
             block_size=source.block_size or 16, group=source.num_heads // source.num_kv_heads,
             causal=source.causal, windowed=source.sliding_window is not None,
             soft_capped=source.logits_soft_cap > 0, alibi=alibi,
-            clean_pages=getattr(source, "clean_pages", False),
+            clean_pages=clean_pages,
         )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class FlashAttentionMetadata(AttentionMetadata):
 def layer_of(params: AttentionParams, *, alibi: bool) -> Layer:
     """What decides about providers, from a layer's parameters."""
     kv_dtype = resolve_kv_cache_dtype(params.kv_cache_dtype, params.dtype)
-    return Layer.of(params, kv_dtype=kv_dtype, alibi=alibi)
+    return Layer.of(params, kv_dtype=kv_dtype, alibi=alibi, clean_pages=params.clean_pages)
 
 
 def most_splits(
