@@ -48,7 +48,7 @@ def test_a_request_that_cannot_be_served_is_refused_and_others_go_on(
     assert engine.add_request([1], GREEDY, "refused") == "refused", "the id was not taken"
 
 
-@pytest.mark.parametrize("prompt", [5, None, [1.5], ["a"], [[1]]], ids=repr)
+@pytest.mark.parametrize("prompt", [5, None, [1.5], ["a"], [[1]], b"12", {1: 2}, {1}], ids=repr)
 def test_a_prompt_of_another_type_is_refused(prompt: Any) -> None:
     with pytest.raises(TypeError, match="neither a string nor a sequence of integer"):
         toy_engine().add_request(prompt, GREEDY)
@@ -93,8 +93,8 @@ def test_generate_refuses_before_anything_runs_and_names_the_prompt() -> None:
     engine = toy_engine(runner)
     with pytest.raises(ValueError, match="generate: prompt 1: prompt token id 99 at position 0"):
         engine.generate([[1], [99]], GREEDY)
-    with pytest.raises(TypeError, match="generate: prompt 0: prompt 1 is neither"):
-        engine.generate([1, 2, 3], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"generate: prompt 1: prompt \[1.5\] is neither"):
+        engine.generate([[1], [1.5]], GREEDY)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
         engine.generate([[1], [2]], [GREEDY])
     assert runner.num_steps == 0
@@ -112,6 +112,17 @@ def test_a_request_id_that_is_no_string_is_refused_before_it_is_queued() -> None
     with pytest.raises(TypeError, match="request_id=5 must be a string, or None"):
         engine.add_request([1], GREEDY, 5)  # type: ignore[arg-type]
     assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("prompts", [5, None, [1, 2, 3]], ids=repr)
+def test_generate_names_what_prompts_must_be(prompts: Any) -> None:
+    with pytest.raises(TypeError, match=r"prompts=.* one prompt of token ids is \[\[1, 2, 3\]\]"):
+        toy_engine().generate(prompts)
+
+
+def test_a_tokenizer_without_its_methods_is_refused() -> None:
+    with pytest.raises(TypeError, match="tokenizer='gpt2' has no decode; give a tokenizer of"):
+        EngineCore(ToyRunner(), "gpt2")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 3}, "greedy", 5], ids=repr)
@@ -161,6 +172,8 @@ def test_what_is_asked_of_graphs_that_are_not_wanted_is_refused(option: dict[str
 def test_end_of_sequence_ids_that_are_no_list_are_refused() -> None:
     with pytest.raises(TypeError, match="eos_token_ids=5 must be a list"):
         EngineCore(ToyRunner(), eos_token_ids=5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="end-of-sequence id='2' must be a whole number"):
+        EngineCore(ToyRunner(), eos_token_ids="12"[1:])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("limit", ["max_num_seqs", "max_num_batched_tokens"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from attnbackend.runtime.block_allocator import RESERVED_BLOCKS
@@ -118,6 +118,8 @@ class AdmissionRules:
 
 def _integers(prompt: Sequence[int]) -> list[int]:
     try:
+        if isinstance(prompt, bytes | Mapping | Set):
+            raise TypeError("it has no order, or holds bytes of text")
         return list(map(operator.index, prompt))
     except TypeError as error:
         raise TypeError(

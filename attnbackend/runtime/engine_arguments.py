@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from attnbackend.runtime.admission import Prompt
@@ -45,6 +46,15 @@ def check_runner(runner: ModelRunner, num_drafts: int, limits: Mapping[str, int]
             )
 
 
+def check_tokenizer(tokenizer: object) -> None:
+    lacking = [name for name in ("encode", "decode") if not callable(getattr(tokenizer, name, None))]
+    if tokenizer is not None and lacking:
+        raise TypeError(
+            f"Engine: tokenizer={tokenizer!r} has no {' and no '.join(lacking)}; give a tokenizer of "
+            "transformers, such as AutoTokenizer.from_pretrained(...), or None to work on token ids"
+        )
+
+
 def require_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"Engine: {name}={value!r} must be True or False")
@@ -74,12 +84,25 @@ def eos_ids(given: Iterable[int] | None, tokenizer: Tokenizer | None, vocab_size
         raise TypeError(f"Engine: eos_token_ids={given!r} must be a list of token ids; leave it out for none")
     eos_ids = frozenset(given)
     for token_id in eos_ids:
+        require_whole("end-of-sequence id", token_id)
         if not 0 <= token_id < vocab_size:
             raise ValueError(
                 f"Engine: end-of-sequence id {token_id} is outside the vocabulary; allowed are 0 "
                 f"to {vocab_size - 1}. Does the tokenizer belong to this model?"
             )
     return eos_ids
+
+
+def prompt_list(prompts: str | Iterable[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    found = list(prompts) if isinstance(prompts, Iterable) else []
+    if not isinstance(prompts, Iterable) or any(isinstance(prompt, int) for prompt in found):
+        raise TypeError(
+            f"generate: prompts={reprlib.repr(prompts)} must be a string, or a list of strings or lists of "
+            "token ids; one prompt of token ids is [[1, 2, 3]]"
+        )
+    return found
 
 
 def params_for(prompts: Sequence[Prompt], sampling_params: ParamsForPrompts) -> list[SamplingParams]:

@@ -18,8 +18,10 @@ from attnbackend.runtime.engine_arguments import (
     ParamsForPrompts,
     check_decodes,
     check_runner,
+    check_tokenizer,
     eos_ids,
     params_for,
+    prompt_list,
     require_positive,
 )
 from attnbackend.runtime.input_batch import InputBatch
@@ -90,6 +92,7 @@ class EngineCore:
         check_decodes(num_drafts, max_num_batched_tokens, async_scheduling)
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         check_runner(runner, num_drafts, limits)
+        check_tokenizer(tokenizer)
         self.proposer = NgramProposer(num_drafts) if num_drafts else None
         self.runner = runner
         self.tokenizer = tokenizer
@@ -220,7 +223,7 @@ class EngineCore:
                 number. Nothing has run then.
             Exception: whatever the runner raised; these requests are aborted.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        prompts = prompt_list(prompts)
         params = params_for(prompts, sampling_params)
         tokens = list(map(self._checked, range(len(prompts)), prompts, params))
         request_ids = [self._new_id() for _ in prompts]
