@@ -15,6 +15,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef as StorageRef
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "FUNCTIONALIZED",
@@ -244,6 +245,22 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Calls ``call`` whenever the module is called; copies and pickles of the module leave it out."""
     module._compiled_call_impl = call
+
+
+def hooks_made() -> int:
+    """Grows with every hook that is registered on any module."""
+    return RemovableHandle.next_id
+
+
+def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """A module's own hooks around its forward, each under what tells it from others."""
+    return {**module._forward_pre_hooks, **module._forward_hooks}
+
+
+def remove_forward_hook(module: nn.Module, key: int) -> None:
+    """Takes away a hook that `forward_hooks` gave, as its handle would."""
+    module._forward_pre_hooks.pop(key, None)
+    module._forward_hooks.pop(key, None)
 
 
 def no_duck_shapes() -> AbstractContextManager[object]:

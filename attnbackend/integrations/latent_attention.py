@@ -31,6 +31,7 @@ __all__ = [
     "is_latent_module",
     "latent_layer",
     "release_latent_module",
+    "replaced_part",
 ]
 
 BOUND = "attnbackend_layer"
@@ -126,6 +127,13 @@ def adopt_latent_module(module: nn.Module) -> None:
     if not isinstance(module, _Served):
         cls: Any = type(module)
         module.__class__ = _served_class(cls)
+
+
+def replaced_part(module: nn.Module) -> str | None:
+    """Name of a projection that is another than when the module was adopted; None: they are the same."""
+    layer = module.__dict__.get(_LAYER)
+    parts = () if layer is None else layer.named_children()
+    return next((name for name, part in parts if getattr(module, name) is not part), None)
 
 
 def release_latent_module(module: nn.Module) -> None:

@@ -53,6 +53,7 @@ from attnbackend.integrations.dense_masks import (
     listener,
     make_mask,
 )
+from attnbackend.integrations.hook_watch import HookWatch
 from attnbackend.integrations.latent_attention import (
     BATCH,
     BOUND,
@@ -60,6 +61,7 @@ from attnbackend.integrations.latent_attention import (
     adopt_latent_module,
     is_latent_module,
     release_latent_module,
+    replaced_part,
 )
 from attnbackend.integrations.layer_record import Recorder, chunk_size_of
 from attnbackend.layers.cpu_linear import give_back_linears, take_linears
@@ -222,6 +224,8 @@ class TransformersModel:
             setattr(modules[name], CHUNK, self._modules[modules[name]].config.attention_chunk_size)
             if is_latent_module(modules[name]):
                 adopt_latent_module(modules[name])
+        self._latent = [module for name in layers if is_latent_module(module := modules[name])]
+        self._hooks = HookWatch(self.model, (module.kv_b_proj for module in self._latent))
         self._first = next((modules[name], layer) for name, layer in layers.items())
         if self.device.type == "cpu":
             keep_freed_memory(free_memory(self.device) // 8)
@@ -251,6 +255,7 @@ class TransformersModel:
         if self.why_not_picked is None:
             self._last = LastLayer(runs[kind], layers[-1], compiled(run_and_pick))
             set_compiled_call(layers[-1], self._last)
+        self._hooks = HookWatch(self.model, (m for layer in layers for m in layer.modules()))
         if self.device.type == "cuda":
             self.compile_ends()
 
@@ -286,6 +291,12 @@ class TransformersModel:
         self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, batch: BatchTensors
     ) -> Tensor:
         """Logits [len(logits_indices), vocab_size] at the given tokens of the batch [T]."""
+        self._check_unchanged()
+        with own_products():
+            result = self.step(input_ids, positions, logits_indices, batch)
+        return result.logits[0]
+
+    def _check_unchanged(self) -> None:
         module, layer = self._first
         if getattr(module, BOUND, None) is not layer:
             raise RuntimeError("the model was given to another engine since; make a new Engine of it")
@@ -297,9 +308,16 @@ class TransformersModel:
                 f"the model's attention implementation was set to {chosen!r} since; call "
                 f"model.set_attn_implementation({ATTN_IMPLEMENTATION!r})"
             )
-        with own_products():
-            result = self.step(input_ids, positions, logits_indices, batch)
-        return result.logits[0]
+        for module in self._latent:
+            if (part := replaced_part(module)) is not None:
+                raise RuntimeError(
+                    f"{part} of {_name_of(module, self.model)} was replaced since; make a new Engine"
+                )
+        if (module := self._hooks.changed()) is not None:
+            raise RuntimeError(
+                f"the forward hooks of {_name_of(module, self.model)} changed since, and compiled code does "
+                "not notice; make a new Engine of the model, or one with compile=False"
+            )
 
     def step(
         self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, batch: BatchTensors
@@ -316,7 +334,8 @@ class TransformersModel:
         stand_in = {self._cache_argument: _Positions(positions)} if self._cache_argument else {}
         return self.model(
             input_ids=input_ids[None], position_ids=positions[None], attention_mask=self._no_mask,
-            use_cache=False, logits_to_keep=0 if rows_R is None else rows_R, **{BATCH: batch}, **stand_in,
+            use_cache=False, output_hidden_states=False, logits_to_keep=0 if rows_R is None else rows_R,
+            **{BATCH: batch}, **stand_in,
         )  # fmt: skip
 
 
@@ -414,6 +433,10 @@ def _record_layers(model: TransformersModel) -> Recorder:
             f"{type(model.model).__name__} did not call its attention interface and cannot be served"
         )
     return recorder
+
+
+def _name_of(module: nn.Module, model: nn.Module) -> str:
+    return next((name for name, m in model.named_modules() if m is module), type(module).__name__)
 
 
 def _decoder_layers(attention_modules: Mapping[nn.Module, Any], model: nn.Module) -> list[nn.Module]:

@@ -15,9 +15,10 @@ class Engine(EngineCore):
     """Generates text with a model over a paged KV cache; requests are batched as they come.
 
     Sampling is what `SamplingParams` say; of the model's generation config only the end-of-sequence
-    ids count. Weights may be written in place between steps, but not through ``.data`` or NumPy views,
-    which torch does not count: on a CPU the engine multiplies with packed copies of them, so make a
-    new engine after such writes.
+    ids count. Weights may be written in place between steps, as parameters of the model: tensors that shared
+    their memory before the engine was made may not any more. After other changes, such as new parameters,
+    layers or hooks, or written weights of a latent ``kv_b_proj`` that is no plain linear layer, make a new
+    engine.
 
     `generate` runs prompts to their end; `add_request`, `step` and `abort` make a serving loop.
 
