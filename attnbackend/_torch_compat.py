@@ -212,24 +212,33 @@ class GuardedCalls:
         self._places, names = code.co_argcount, code.co_varnames
         self._names, self._rest = names[: self._places], names[self._places : self._places + 2]
         self._settings = {"specialize_float": specialize_float}
-        self._known: dict[int, types.FunctionType] = {}
+        self._known: list[tuple[Any, types.FunctionType]] = []
+        """Guards and what they guard, the last that were met first."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._dynamo._stance.stance == "default" and get_eval_frame_callback() is None:
-            scope = dict(zip(self._names, args, strict=False))
-            scope |= zip(self._rest, (args[self._places :], kwargs), strict=True)
-            for entry in _debug_get_cache_entry_list(self._function.__code__):
-                if entry.code is not None and entry.guard_manager.root.check(scope):
-                    return self._of(entry.code)(*args, **kwargs)
+        if (function := self._find(args, kwargs)) is not None:
+            return function(*args, **kwargs)
         with torch._dynamo.config.patch(self._settings), torch._inductor.config.patch(size_asserts=False):
-            return self._compiled(*args, **kwargs)
+            result = self._compiled(*args, **kwargs)
+        entries, names = _debug_get_cache_entry_list(self._function.__code__), self._function.__globals__
+        self._known = [
+            (e.guard_manager, types.FunctionType(e.code, names)) for e in entries if e.code is not None
+        ]
+        return result
 
-    def _of(self, code: types.CodeType) -> types.FunctionType:
-        """Codes are equal by their text, which takes long to compare: they are known by where they are."""
-        known = self._known.get(id(code))
-        if known is None or known.__code__ is not code:
-            known = self._known[id(code)] = types.FunctionType(code, self._function.__globals__)
-        return known
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        """What was compiled for such a call, its guards checked; None: ``torch.compile`` is to be asked."""
+        if self._dynamo._stance.stance != "default" or get_eval_frame_callback() is not None:
+            return None
+        scope = dict(zip(self._names, args, strict=False))
+        scope |= zip(self._rest, (args[self._places :], kwargs), strict=True)
+        for place, (guards, function) in enumerate(self._known):
+            # Guards without an entry were given up: Dynamo was reset, or what they are about is gone.
+            if guards.cache_entry is not None and guards.root.check(scope):
+                if place:
+                    self._known.insert(0, self._known.pop(place))
+                return function
+        return None
 
 
 def run_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -262,7 +262,7 @@ class TransformersModel:
     def _compiled(self, function: Callable[..., Any], *, same_floats: bool) -> Callable[..., Any]:
         compiled = torch.compile(
             with_own_code(function), backend=self.compiler, dynamic=True, fullgraph=True,
-            options={"guard_filter_fn": torch.compiler.skip_guard_on_globals_unsafe},
+            options={"guard_filter_fn": _guards_to_check},
         )  # fmt: skip
         if self.device.type != "cpu":
             return compiled
@@ -453,6 +453,15 @@ def _decoder_layers(attention_modules: Mapping[nn.Module, Any], model: nn.Module
             "make the engine with compile=False"
         )
     return layers
+
+
+def _guards_to_check(guards: Sequence[Any]) -> list[bool]:
+    """Neither those on modules' globals, nor on hooks of what gradients need, which nobody wants here."""
+    kept = torch.compiler.skip_guard_on_globals_unsafe(guards)
+    return [
+        keep and guard.guard_type != "AUTOGRAD_SAVED_TENSORS_HOOKS"
+        for guard, keep in zip(guards, kept, strict=True)
+    ]
 
 
 def _floats(layer: nn.Module) -> tuple[tuple[str, float], ...]:
