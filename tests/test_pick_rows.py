@@ -120,6 +120,7 @@ ROW_BY_ROW: dict[str, Callable[[Tensor], Tensor]] = {
     "merged_linear": lambda x: merged_linear(x, [WEIGHT, WEIGHT], []),
     "a factor of its own": lambda x: x * GAIN + torch.ones(x.shape[1], 1),
     "conversion": lambda x: x.to(torch.float64).float(),
+    "conversion to another's type": lambda x: x.half().to(WEIGHT).type_as(WEIGHT),
     "layer_norm": lambda x: F.layer_norm(x, (H,), GAIN),
     "softmax": lambda x: x.softmax(-1),
     "mean": lambda x: x.mean(2, keepdim=True) + x.sum(-1)[..., None],

@@ -59,6 +59,11 @@ def _elementwise(node: Node, dim: int) -> Mapping[Node, int]:
     return sources
 
 
+def _conversion(node: Node, dim: int) -> Mapping[Node, int]:
+    """Of another tensor nothing but its type is taken."""
+    return {first(node): dim}
+
+
 def _linear(node: Node, dim: int) -> Mapping[Node, int]:
     return _along_rows(node, dim, 1)
 
@@ -166,10 +171,11 @@ _RULES: Sequence[tuple[set[str], Callable[[Node, int], Mapping[Node, int]]]] = (
             "_to_copy", "abs", "add", "bfloat16", "clamp", "clone", "contiguous", "convert_element_type",
             "cos", "detach", "div", "exp", "float", "gelu", "half", "maximum", "minimum", "mul", "neg",
             "pow", "reciprocal", "relu", "rsqrt", "rsub", "sigmoid", "silu", "sin", "softplus", "sqrt",
-            "square", "sub", "tanh", "to", "truediv", "type_as", "where",
+            "square", "sub", "tanh", "truediv", "where",
         },
         _elementwise,
     ),
+    ({"to", "type_as"}, _conversion),
     ({"linear", "cpu_linear", "merged_linear"}, _linear),
     ({"layer_norm", "rms_norm"}, _norm),
     ({"dropout"}, _dropout),
