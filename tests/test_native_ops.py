@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -280,12 +282,44 @@ def test_threads_learn_for_themselves(seen: list[str]) -> None:
         assert torch.equal(batch.output, output)
 
 
+FIRST_CALLS = """
+import sys, threading
+import torch
+import attnbackend
+
+sys.setswitchinterval(1e-6)
+barrier, served = threading.Barrier(8), []
+
+def ints(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+def call(backend):
+    query, cache, output = torch.ones(1, 4, 64), torch.ones(2, 2, 16, 4, 64), torch.zeros(1, 4, 64)
+    barrier.wait()
+    with attnbackend.set_config(backend=backend):
+        attnbackend.attention(
+            query, None, None, cache, output, ints(0, 1), ints(3), ints(1)[None], scale=0.1
+        )
+    served.append(bool(output.sub(1).abs().max() < 1e-6))
+
+threads = [threading.Thread(target=call, args=(name,)) for name in ("CPU_ATTN", "TORCH_SDPA") * 4]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert served == [True] * 8, served
+"""
+
+
+def test_threads_may_make_a_process_s_first_calls_at_once() -> None:
+    """Ops are defined once."""
+    subprocess.run([sys.executable, "-c", FIRST_CALLS], check=True)
+
+
 def test_where_the_ops_do_not_build_the_list_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> CDLL:
         raise BuildError("no headers")
 
     monkeypatch.setattr(native, "load_ops", load)
-    monkeypatch.setattr(native, "serve_cpu_ops", native.serve_cpu_ops.__wrapped__)
+    monkeypatch.setattr(native, "_served", native._served.__wrapped__)
     assert native.how_ops_are_called() == "C++, called through Python: no headers"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -52,10 +53,12 @@ def define_backend_ops(backend: type[AttentionBackend]) -> None:
     Raises:
         ValueError: another backend's name leads to the same op name.
     """
-    for role in _roles_of(backend):
-        _define(backend.get_name(), role, *_RUNS[role])
+    with _LOCK:  # threads may ask for a backend at once
+        for role in _roles_of(backend):
+            _define(backend.get_name(), role, *_RUNS[role])
 
 
+_LOCK = threading.Lock()
 _RUNS: dict[OpRole, tuple[Callable[..., None], Callable[..., object]]] = {
     ATTENTION: (run_attention, check_attention_call),
     KV_CACHE_UPDATE: (run_update, check_update_call),

@@ -6,6 +6,7 @@ tokens and what its tensors hold.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from ctypes import CDLL, Structure, byref, c_void_p, cast
 from functools import cache
@@ -35,13 +36,21 @@ class _Kernels(Structure):
     _fields_ = (("attention", c_void_p), ("cache_write", c_void_p), ("linear", c_void_p))
 
 
-@cache
 def serve_cpu_ops() -> str | None:
     """Lets C++ serve calls of the CPU's ops from here on. Returns why it cannot: Python then serves them all.
 
     Raises:
         RuntimeError: there are no kernels.
     """
+    with _LOCK:
+        return _served()
+
+
+_LOCK = threading.Lock()
+
+
+@cache
+def _served() -> str | None:
     kernels = library()
     try:
         ops = load_ops()
