@@ -11,6 +11,12 @@ constexpr int64_t LINEAR_ROWS = 8;         // rows of x that are multiplied at a
 constexpr int64_t LINEAR_SHARE = 1 << 17;  // bytes of the weight that are worth a thread
 constexpr int64_t LINEAR_BLOCK = 16;       // outputs at a time
 
+// A buffer that is kept never shrinks: what it grows by is set to 0.
+template <class T>
+static void room_for(std::vector<T>& buffer, int64_t count) {
+  if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
+}
+
 // How R rows of x are multiplied: rows of the weight at a time, vectors of them with sums of their own, and
 // bytes by which the weight is asked for ahead of time.
 template <int R>
@@ -124,7 +130,7 @@ static void linear_of(const LinearArgs& a, const typename C::query* x, int64_t x
 // Rows of x as floats, in a buffer that the thread keeps.
 static const float* float_rows(const LinearArgs& a) {
   static thread_local std::vector<float> buffer;
-  buffer.resize(a.rows * a.inputs);
+  room_for(buffer, a.rows * a.inputs);
   for (int64_t r = 0; r < a.rows; ++r)
     any_row_to_float(static_cast<const char*>(a.x) + r * a.x_row * element_size(a.dtype),
                      buffer.data() + r * a.inputs, static_cast<int>(a.inputs), a.dtype);

@@ -140,8 +140,11 @@ void write_sums<BF16Pairs>(const LinearArgs& a, int64_t row, int64_t rows, int64
   for (int n = 1; n < VW / 2; n *= 2) zip_halves(pairs);
 #pragma GCC unroll 16
   for (int r = 0; r < VW; ++r) {
-    const char* place = reinterpret_cast<const char*>(pairs) + r * VW * 2;
-    if (r < rows) std::memcpy(output_place(a, row + r, first), place, count == VW ? VW * 2 : count * 2);
+    const char* lanes = reinterpret_cast<const char*>(pairs) + r * VW * 2;
+    if (r >= rows) continue;
+    char* place = output_place(a, row + r, first);
+    if (count == VW) std::memcpy(place, lanes, VW * 2);  // of a known size: no call
+    else std::memcpy(place, lanes, count * 2);
   }
 }
 #endif
@@ -151,7 +154,7 @@ template <class C>
 static void many_block(const LinearArgs& a, const Columns& x, int64_t first) {
   typedef Products<C> P;
   static thread_local std::vector<typename P::element> copies;
-  if (!P::PAIRS && !std::is_same_v<C, F32>) copies.resize(VW * a.inputs);
+  if (!P::PAIRS && !std::is_same_v<C, F32>) room_for(copies, VW * a.inputs);
   const typename P::element* weight[VW];
   weight_rows<C>(a, first, copies.data(), weight);
   const int64_t size = element_size(a.dtype), count = std::min<int64_t>(VW, a.outputs - first);
@@ -184,7 +187,7 @@ static void many_part(const LinearArgs& a, const Part& part) {
   const int64_t lanes = a.inputs * sizeof(typename C::query) / sizeof(float), rows = part.end_row - part.row;
   const int64_t most = std::max<int64_t>(2 * PANEL, COLUMN_BYTES / (lanes * 4 * VW)) * VW;
   const int64_t blocks = (rows + most - 1) / most, each = round_up((rows + blocks - 1) / blocks, VW);
-  buffer.resize(each * lanes + VW);
+  room_for(buffer, each * lanes + VW);
   const uintptr_t start = reinterpret_cast<uintptr_t>(buffer.data());
   Columns x = {reinterpret_cast<float*>((start + VW * 4 - 1) / (VW * 4) * (VW * 4)), lanes};
   for (x.first_row = part.row; x.first_row < part.end_row; x.first_row += each) {
