@@ -52,6 +52,7 @@ __all__ = [
     "tensor_check",
     "trace_fake",
     "transforms_allowed",
+    "unbounded_recompiles",
     "with_own_code",
 ]
 
@@ -277,6 +278,11 @@ def no_duck_shapes() -> AbstractContextManager[object]:
     import torch.fx.experimental._config as config
 
     return config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+
+
+def unbounded_recompiles() -> AbstractContextManager[object]:
+    """A function is compiled as often as calls ask for it, where Dynamo gives up at the ninth time else."""
+    return torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
 
 
 def fake_mode() -> Any:

@@ -187,6 +187,12 @@ def test_sizes_that_are_equal_by_chance_stay_apart_without_duck_shapes() -> None
     torch._dynamo.reset()
 
 
+def test_a_function_is_compiled_as_often_as_is_asked(fresh_compiler: None) -> None:
+    compiled = torch.compile(lambda x, y: x * y, backend="eager", fullgraph=True)
+    with compat.unbounded_recompiles():
+        assert [int(compiled(torch.ones(1), name)) for name in range(20) if name != 1] == [0, *range(2, 20)]
+
+
 def test_code_of_its_own_keeps_closure_and_defaults() -> None:
     five = 5
 

@@ -282,10 +282,8 @@ class TransformersModel:
 
     def _kind_of(self, layer: nn.Module) -> tuple[Any, ...]:
         """Layers of a kind compile alike; Dynamo counts recompilations for each kind by itself."""
-        modules = list(layer.modules())
-        bound = [(m, getattr(m, BOUND)) for m in modules if m in self._modules]
-        caches = ((b.group, b.writes_cache, m in self._sharing.values()) for m, b in bound)
-        return *map(type, modules), *caches
+        bound = [(m, getattr(m, BOUND)) for m in layer.modules() if m in self._modules]
+        return tuple((b.group, b.writes_cache, m in self._sharing.values()) for m, b in bound)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, batch: BatchTensors

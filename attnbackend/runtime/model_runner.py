@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnbackend._torch_compat import no_duck_shapes
+from attnbackend._torch_compat import no_duck_shapes, unbounded_recompiles
 from attnbackend.backend import AttentionBackend
 from attnbackend.config import set_config
 from attnbackend.cudagraph import (
@@ -205,7 +205,8 @@ class ModelRunner:
         captured, of decodes or of one request.
         """
         most = self.options.max_num_batched_tokens
-        with no_duck_shapes():
+        # Layers of one kind may differ in modules and attributes, and each of these asks for all the graphs.
+        with no_duck_shapes(), unbounded_recompiles():
             for tokens in (min(_TUNED_TOKENS if self.device.type == "cuda" else 8, most), min(2, most), 1):
                 self.execute(self._padding_batch(tokens))
             if self._has_latents and self.options.max_num_seqs > 1:
