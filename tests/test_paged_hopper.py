@@ -5,8 +5,12 @@ Legend: T tokens, H query heads, D head size, S block size.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +147,62 @@ def test_steps_are_short_for_short_requests() -> None:
     assert hopper.keys_of_step(256, 4096) == hopper.keys_of_step(256, 512) == 64
 
 
+def test_programs_share_a_multiprocessor_for_short_heads_and_requests() -> None:
+    assert [hopper.shape_of(64, longest) is hopper.ALONE for longest in (1024, 1025)] == [True, False]
+    assert all(hopper.shape_of(size, 512).programs == 1 for size in (128, 256))
+
+
+COMPILE = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Hopper:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=None): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_active_torch_device(self): return torch.device("cpu")
+
+driver.set_active(Hopper())
+from attnbackend.kernels.triton import checks, paged_hopper, paged_hopper_launch as hopper
+from attnbackend.kernels.triton.launch import NO_OWN_TOKENS, prepare
+
+checks.check_device = lambda *a: None
+hopper.processor_count = lambda device: 132
+kernel = paged_hopper.paged_hopper_kernel
+
+class Warm:
+    def __getitem__(self, grid):
+        def compile(*args, **kwargs):
+            made = kernel.warmup(*args, grid=(1,), **kwargs)
+            print(grid[0], made.metadata.shared, made.asm["ptx"].count(".maxnreg 80"))
+        return compile
+
+paged_hopper.paged_hopper_kernel = Warm()
+query, ints = torch.empty(8192, 16, 64, dtype=torch.bfloat16), torch.zeros(17, 17, dtype=torch.int32)
+keys, values = torch.empty(2, 9, 16, 16, 64, dtype=torch.bfloat16)
+tensors = query, keys, values, query, ints[0], ints[0, 1:], ints[1:]
+call = prepare("test", *tensors, 0.125, True, None, None, 0.0, *[None] * 9)
+for longest in (512, 4096):
+    hopper.launch_hopper(call, NO_OWN_TOKENS, longest)
+"""
+
+
+def test_three_programs_fit_on_a_multiprocessor(tmp_path: Path) -> None:
+    """Compiled without a GPU, in a process of its own, because tests of kernels interpret them."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    short, long = ([int(x) for x in line.split()] for line in run.stdout.splitlines())
+    assert short[0] == 3 * 132
+    assert 3 * (short[1] + 1024) <= 228 * 1024
+    assert short[2] == 1
+    assert long[0] == 132
+
+
 PLAIN: dict[str, Any] = {
     "num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": BF16, "kv_cache_dtype": "auto",
     "block_size": 16, "device_type": "cuda", "scale": 0.1,
@@ -209,13 +269,14 @@ def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     [
         {}, {"layout": "HND"}, {"layout": "layers interleaved"}, {"dtype": F16}, {"block_size": 48},
         {"block_size": 64}, {"block_size": 256}, {"dim": 64, "kv_heads": 8},
-        {"dim": 64, "heads": 5, "kv_heads": 1},
+        {"dim": 64, "heads": 5, "kv_heads": 1}, {"dim": 64, "rows": [*ROWS, (300, 1500)]},
         {"dim": 256, "kv_heads": 1}, {"heads": 14, "kv_heads": 2}, {"heads": 32, "kv_heads": 1},
     ],
     ids=str,
 )  # fmt: skip
 def test_prompts_equal_dense_attention(shape: dict[str, Any], reads_own: bool, served: list[int]) -> None:
-    batch = make_batch(ROWS, tail=3, **{"heads": 8, "dim": 128, "dtype": BF16} | shape)
+    options = {"rows": ROWS, "heads": 8, "dim": 128, "dtype": BF16} | shape
+    batch = make_batch(options.pop("rows"), tail=3, **options)
     extra: dict[str, Any] = {}
     if reads_own:
         key, value = own(batch)

@@ -8,6 +8,9 @@ multiprocessor, which takes the next tile when it is done with one, in three gro
 - two compute 64 rows each. The scores of the next step are computed beside the weighted sum of this one's
   values, and the softmax of one group beside the products of the other.
 
+Or a tile is 64 rows, one group computes, and several programs share a multiprocessor: for heads of 64, whose
+short requests have tiles of few steps, it is the first and the last of these that are to run beside others.
+
 Keys are visited from the last to the first: what must be masked, or is no key at all, comes first.
 
 Legend: T tokens, H query heads, D head size, G query heads of a kv head, S block size, M = 64 rows, N keys.
@@ -34,8 +37,6 @@ from .paged_hopper_turns import ROOM, SLOTS, M, hear
 # The names of later versions than 3.6, and of that.
 _is_later = hasattr(async_copy, "async_load")
 copy_lines = async_copy.async_load if _is_later else async_copy.async_copy_global_to_shared
-ATTEND_REGISTERS, COPY_REGISTERS = 232, 40
-"""Of a thread of the second and the third group; what they leave is the first's: as much as the second's."""
 
 
 @gluon.jit
@@ -137,19 +138,9 @@ def attend_steps(
 
 
 @gluon.jit
-def attend(
-    queries: gl.tuple,
-    out_desc: gl.tensor,
-    buffers: gl.tuple,
-    barriers: gl.tuple,
-    q_barriers: gl.tuple,
-    board: gl.tuple,
-    results: gl.tuple,
-    scale: gl.tensor,
-    G: gl.constexpr,
-    PART: gl.constexpr,
-) -> None:
+def attend(parts: gl.tuple, G: gl.constexpr, PART: gl.constexpr) -> None:
     """A group that computes: rows of each tile from PART * M on."""
+    queries, out_desc, buffers, barriers, q_barriers, board, results, scale = parts
     rooms, keys, values, out_rooms = buffers
     q_desc, q_ptr, q_token, q_head = queries
     N: gl.constexpr = keys.shape[1]
@@ -352,6 +343,7 @@ def paged_hopper_kernel(
     N: gl.constexpr,
     STAGES: gl.constexpr,
     LAYOUT: gl.constexpr,
+    GROUPS: gl.constexpr,
     ATTEND_REGS: gl.constexpr,
     COPY_REGS: gl.constexpr,
 ) -> None:
@@ -360,39 +352,38 @@ def paged_hopper_kernel(
     before it, a block `block` rows."""
     dtype: gl.constexpr = k_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
-    rooms = gl.allocate_shared_memory(dtype, [2, M, D], Q_LAYOUT)
+    rooms = gl.allocate_shared_memory(dtype, [GROUPS, M, D], Q_LAYOUT)
     keys = gl.allocate_shared_memory(dtype, [STAGES, N, D], LAYOUT)
     values = gl.allocate_shared_memory(dtype, [STAGES, N, D], LAYOUT)
     out_rooms = rooms
     if q_desc is not None:
-        out_rooms = gl.allocate_shared_memory(dtype, [2, M, D], Q_LAYOUT)
+        out_rooms = gl.allocate_shared_memory(dtype, [GROUPS, M, D], Q_LAYOUT)
     barriers = (
-        new_barriers(STAGES, 1), new_barriers(STAGES, 2), new_barriers(STAGES, 1), new_barriers(STAGES, 2)
+        new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS),
+        new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS),
     )  # fmt: skip
-    q_barriers = (new_barriers(1, 1).index(0), new_barriers(1, 2).index(0))
+    q_barriers = (new_barriers(1, 1).index(0), new_barriers(1, GROUPS).index(0))
     notes = gl.allocate_shared_memory(gl.int32, [ROOM, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    board = (notes, new_barriers(SLOTS, 1), new_barriers(SLOTS, 2))
+    board = (notes, new_barriers(SLOTS, 1), new_barriers(SLOTS, GROUPS))
     sync_group()
     batch = (starts_ptr, seq_lens_ptr, num_tokens, num_requests, num_tiles, kv_heads)
     buffers = (rooms, keys, values, out_rooms)
     queries = (q_desc, q_ptr, q_token, q_head)
     results = (out_ptr, lse_ptr, out_token, out_head, lse_token, lse_head)
-    gl.warp_specialize(
-        [
-            (attend, (queries, out_desc, buffers, barriers, q_barriers, board, results, scale, G, 0)),
-            (attend, (queries, out_desc, buffers, barriers, q_barriers, board, results, scale, G, 1)),
-            (
-                copy_tiles,
-                (
-                    q_desc, (new_k_desc, new_v_desc), (k_desc, v_desc), table_ptr, table_row, counter_ptr,
-                    buffers, barriers, q_barriers, board, batch, (new_k_column, new_v_column),
-                    (k_block, k_row, k_column, v_block, v_row, v_column), G, S,
-                ),
-            ),
-        ],
-        [4, 1],
-        [ATTEND_REGS, COPY_REGS],
+    of_group = (queries, out_desc, buffers, barriers, q_barriers, board, results, scale)
+    of_copy = (
+        q_desc, (new_k_desc, new_v_desc), (k_desc, v_desc), table_ptr, table_row, counter_ptr, buffers,
+        barriers, q_barriers, board, batch, (new_k_column, new_v_column),
+        (k_block, k_row, k_column, v_block, v_row, v_column),
     )  # fmt: skip
+    if GROUPS == 1:
+        gl.warp_specialize([(attend, (of_group, G, 0)), (copy_tiles, (of_copy, G, S))], [1], [COPY_REGS])
+    else:
+        gl.warp_specialize(
+            [(attend, (of_group, G, 0)), (attend, (of_group, G, 1)), (copy_tiles, (of_copy, G, S))],
+            [4, 1],
+            [ATTEND_REGS, COPY_REGS],
+        )
 
 
 @gluon.jit

@@ -119,44 +119,32 @@ def copy_tile_queries(
     q_desc: gl.tensor, rooms: gl.shared_memory_descriptor, q_barriers: gl.tuple, tiles: gl.tensor,
     place: gl.tuple, kv_head: gl.tensor, G: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Both groups' queries, when those of the tile before have been read; `tiles` were before."""
+    """All groups' queries, when those of the tile before have been read; `tiles` were before."""
     full, free = q_barriers
     begin, _, first, _, _ = place
+    GROUPS: gl.constexpr = rooms.shape[0]
     D: gl.constexpr = rooms.shape[2]
     pieces = token_pieces(rooms, G)
     mbarrier.wait(free, tiles & 1 ^ 1)
-    mbarrier.expect(full, 2 * M * D * 2)
-    for part in gl.static_range(2):
+    mbarrier.expect(full, GROUPS * M * D * 2)
+    for part in gl.static_range(GROUPS):
         for p in gl.static_range(D // 64):
             token = begin + first // G + part * (M // G)
             load_block(q_desc, [token, kv_head * G, 64 * p], full, pieces.index(part * (D // 64) + p))
 
 
 @gluon.jit
-def copy_tiles(
-    q_desc: gl.tensor,
-    own_descs: gl.tuple,
-    descs: gl.tuple,
-    table_ptr: gl.tensor,
-    table_row: gl.tensor,
-    counter_ptr: gl.tensor,
-    buffers: gl.tuple,
-    barriers: gl.tuple,
-    q_barriers: gl.tuple,
-    board: gl.tuple,
-    batch: gl.tuple,
-    own_columns: gl.tuple,
-    strides: gl.tuple,
-    G: gl.constexpr,
-    S: gl.constexpr,
-) -> None:
+def copy_tiles(parts: gl.tuple, G: gl.constexpr, S: gl.constexpr) -> None:
     """The warp that copies."""
+    q_desc, own_descs, descs, table_ptr, table_row, counter_ptr, buffers, barriers, q_barriers = parts[:9]
+    board, batch, own_columns, strides = parts[9:]
     N: gl.constexpr = buffers[1].shape[1]
+    ROWS: gl.constexpr = buffers[0].shape[0] * M
     _, _, _, _, num_tiles, kv_heads = batch
     done, turn, tiles = 0, 0, 0
     work = gl.program_id(0)
     while work < num_tiles * kv_heads:
-        kv_head, request, rows, place = find_work(work, batch, G, N)
+        kv_head, request, rows, place = find_work(work, batch, G, N, ROWS)
         begin, tokens, first, seq_len, top = place
         if rows > 0:
             announce(board, turn, (rows, kv_head, begin, tokens, first, seq_len, top))

@@ -19,10 +19,8 @@ KEYS = {64: 128, 128: 128, 256: 64}
 """Head size -> keys of a step: what accumulators and two steps of buffers leave room for."""
 SHORT, SHORT_KEYS = 1024, 64
 """Keys of a request up to which steps are short: less of them is masked. Measured on an H200."""
-HALF_ROWS = 64
-"""Of a group of warps; a tile has two."""
-ROWS = 128
-"""Of a tile: query tokens times query heads of one kv head."""
+GROUP_ROWS = 64
+"""Of a group of warps: query tokens times query heads of one kv head."""
 MIN_TOKENS = 128
 """Fewest tokens a request, in the mean, whose tiles are not mostly empty."""
 _AHEAD_TOKENS, _AHEAD_KEYS, _AHEAD_REQUESTS = 4096, 2048, 4
@@ -35,6 +33,28 @@ _EARLY_SIZES = (64, 128)
 """Head sizes that leave room for a tile's queries beside the output of the tile before."""
 _MAX_ROWS = 2**31
 _PLAIN = {"CAUSAL": True, "REACH": "all", "HAS_CAP": False}
+
+
+class Shape(NamedTuple):
+    """Of programs."""
+
+    keys: int
+    """Of a step."""
+    stages: int
+    """Steps whose keys and values are held."""
+    groups: int = 2
+    """Of warps that compute, each rows of its own of a tile."""
+    programs: int = 1
+    """That share a multiprocessor."""
+    attend_registers: int = 232
+    """Of a thread of the second group that computes; what is left is the first's: as much."""
+    copy_registers: int = 40
+    registers: int | None = None
+    """Of a thread at launch, where programs share a multiprocessor."""
+
+
+ALONE = Shape(64, 3, groups=1, programs=3, copy_registers=24, registers=80)
+"""For tiles of few steps: three programs hide each other's first and last. Measured on an H200."""
 
 
 class Matrix(NamedTuple):
@@ -155,9 +175,9 @@ def _own_descriptors(own: OwnTokens, block: list[int]) -> tuple[list[Any], tuple
 def _token_descriptor(tokens: torch.Tensor, group: int) -> Any:
     """Of queries or outputs, for the copy engine; None where tiles are not whole tokens, or not aligned."""
     aligned = tokens.data_ptr() % 16 == 0 and not any(stride % 8 for stride in tokens.stride()[:2])
-    if HALF_ROWS % group or tokens.shape[2] not in _EARLY_SIZES or not aligned:
+    if GROUP_ROWS % group or tokens.shape[2] not in _EARLY_SIZES or not aligned:
         return None
-    block = [HALF_ROWS // group, group, 64]
+    block = [GROUP_ROWS // group, group, 64]
     return _descriptor(tokens, list(tokens.shape), list(tokens.stride()), block)
 
 
@@ -166,27 +186,36 @@ def keys_of_step(size: int, longest: int) -> int:
     return min(SHORT_KEYS, KEYS[size]) if longest <= SHORT else KEYS[size]
 
 
+def shape_of(size: int, longest: int) -> Shape:
+    """From the head size and a bound of the keys of a request."""
+    if size == 64 and longest <= SHORT:
+        return ALONE
+    keys = keys_of_step(size, longest)
+    return Shape(keys, _HELD_KEYS[size] // keys)
+
+
 def launch_hopper(launch: Launch, own: OwnTokens, longest: int) -> None:
     """Write output and LSE; `longest` bounds the keys of a request."""
-    from .paged_hopper import ATTEND_REGISTERS, COPY_REGISTERS, paged_hopper_kernel
+    from .paged_hopper import paged_hopper_kernel
 
     query, key, value, output, lse, starts, lens, table = launch.tensors[:8]
     constants = launch.plan.constants
     size, block_size, group = constants["D"], constants["S"], launch.plan.group
-    keys, sides = keys_of_step(size, longest), sides_of(key, value)
+    shape, sides = shape_of(size, longest), sides_of(key, value)
     assert sides is not None, "problem() refuses such strides"
-    own_descs, columns = _own_descriptors(own, [keys, size])
-    tiles = launch.tokens * group // ROWS + launch.rows + 1
-    programs = min(tiles * launch.kv_heads, processor_count(query.device))
+    own_descs, columns = _own_descriptors(own, [shape.keys, size])
+    tiles = launch.tokens * group // (shape.groups * GROUP_ROWS) + launch.rows + 1
+    programs = min(tiles * launch.kv_heads, shape.programs * processor_count(query.device))
     q_desc = _token_descriptor(query, group)
+    limit = {} if shape.registers is None else {"maxnreg": shape.registers}
     paged_hopper_kernel[(programs,)](
-        *_descriptors(sides, (key, value), [math.gcd(block_size, keys), 64]), *own_descs, q_desc,
+        *_descriptors(sides, (key, value), [math.gcd(block_size, shape.keys), 64]), *own_descs, q_desc,
         None if q_desc is None else _token_descriptor(output, group),
         query.new_zeros(1, dtype=torch.int32), query, output, lse, starts, lens, table,
         launch.numbers[0] * LOG2_E, *query.stride()[:2], *output.stride()[:2],
         *((0, 0) if lse is None else lse.stride()),
         table.stride(0), *sides.key[3:], *sides.value[3:], *columns, launch.tokens, launch.rows,
-        tiles, launch.kv_heads, G=group, S=block_size, D=size, N=keys, STAGES=_HELD_KEYS[size] // keys,
-        LAYOUT=_layout(query.dtype, keys, size), ATTEND_REGS=ATTEND_REGISTERS, COPY_REGS=COPY_REGISTERS,
-        num_warps=4,
+        tiles, launch.kv_heads, G=group, S=block_size, D=size, N=shape.keys, STAGES=shape.stages,
+        LAYOUT=_layout(query.dtype, shape.keys, size), GROUPS=shape.groups,
+        ATTEND_REGS=shape.attend_registers, COPY_REGS=shape.copy_registers, num_warps=4, **limit,
     )  # fmt: skip

@@ -4,7 +4,8 @@ The warp that copies takes tiles, finds where they lie and tells the groups that
 of few keys and of many: shares fixed beforehand, or tiles taken long before they are begun, leave programs
 idle.
 
-Legend: G query heads of a kv head, M = 64 rows of a group, of which a tile has two, N keys of a step.
+Legend: G query heads of a kv head, M = 64 rows of a group, ROWS of a tile, one group's or two, N keys of
+a step.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def take(counter_ptr: gl.tensor) -> gl.tensor:
 
 @gluon.jit
 def find_request(
-    starts_ptr: gl.tensor, tile: gl.tensor, num_requests: gl.tensor, G: gl.constexpr
+    starts_ptr: gl.tensor, tile: gl.tensor, num_requests: gl.tensor, G: gl.constexpr, ROWS: gl.constexpr
 ) -> gl.tuple:
     """(request, first row in it) of a tile; num_requests for tokens past the last request."""
     LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
@@ -47,28 +48,30 @@ def find_request(
     for start in range(0, num_requests + 1, 128):
         request = start + gl.arange(0, 128, LANES)
         inside = request <= num_requests
-        first = gl.load(starts_ptr + request, mask=inside, other=0) * G // (2 * M) + request
+        first = gl.load(starts_ptr + request, mask=inside, other=0) * G // ROWS + request
         count += gl.sum((inside & (first <= tile)).to(gl.int32), 0)
     request = count - 1
-    return request, (tile - (gl.load(starts_ptr + request) * G // (2 * M) + request)) * (2 * M)
+    return request, (tile - (gl.load(starts_ptr + request) * G // ROWS + request)) * ROWS
 
 
 @gluon.jit
-def find_work(work: gl.tensor, batch: gl.tuple, G: gl.constexpr, N: gl.constexpr) -> gl.tuple:
+def find_work(
+    work: gl.tensor, batch: gl.tuple, G: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr
+) -> gl.tuple:
     """(kv head, request, rows, place) of a tile of a kv head; no rows where there is none.
 
     The last tile of a prompt sees the most keys: it comes first.
     """
     starts_ptr, seq_lens_ptr, num_tokens, num_requests, num_tiles, kv_heads = batch
-    request, first = find_request(starts_ptr, num_tiles - 1 - work // kv_heads, num_requests, G)
+    request, first = find_request(starts_ptr, num_tiles - 1 - work // kv_heads, num_requests, G, ROWS)
     real = request < num_requests
     begin = gl.load(starts_ptr + request)
     end = gl.load(starts_ptr + request + 1, mask=real, other=0)
     seq_len = gl.load(seq_lens_ptr + request, mask=real, other=0)
     tokens = gl.where(real, end, num_tokens) - begin
-    last_token = (gl.minimum(first + 2 * M, tokens * G) - 1) // G
+    last_token = (gl.minimum(first + ROWS, tokens * G) - 1) // G
     top = (gl.maximum(seq_len - tokens + last_token + 1, 0) + N - 1) // N - 1
-    rows = gl.minimum(gl.maximum(tokens * G - first, 0), 2 * M)
+    rows = gl.minimum(gl.maximum(tokens * G - first, 0), ROWS)
     return work % kv_heads, request, rows, (begin, tokens, first, seq_len, top)
 
 
