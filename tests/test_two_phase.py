@@ -162,8 +162,14 @@ def test_prompts_of_a_graph_are_planned_by_the_backend_in_it():
     builder = _builder(both)
     captured = builder.build_for_cudagraph_capture(_batch([8, 8]))
     assert captured.phases.decode is None
-    assert builder.build(0, _batch([5, 5])).phases.decode is None
+    for in_graph in ([5, 5], [1, 8]):
+        phases = builder.build(0, _batch(in_graph)).phases
+        assert phases.decode is phases.row is None
     assert builder.build(0, _batch([5, 5, 5])).phases.prefill is None, "no graph has three rows"
+    assert builder.build(0, _batch([1, 9])).phases.row == 1, "no graph is for so long a query"
+    builder.build_for_cudagraph_capture(_batch([1, 12]))
+    assert builder.build(0, _batch([8, 9])).phases.decode is None, "no graph is for so many tokens"
+    assert builder.build(0, _batch([1, 17])).phases.row == 1
 
 
 def test_decode_of_many_keys_is_worth_a_stream(monkeypatch):
@@ -184,15 +190,20 @@ def test_graphs_hold_what_the_decode_part_can():
     class Always(Never):
         cudagraph_support = AttentionCGSupport.ALWAYS
 
+    class Uniform(Never):
+        cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
     params = AttentionParams(
         num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.float32, kv_cache_dtype="auto", block_size=16,
         device_type="cpu", scale=0.125,
     )  # fmt: skip
-    never, always = (
-        make_backend(name, builder=builder) for name, builder in (("D_NEVER", Never), ("D_ALWAYS", Always))
+    never, always, uniform = (
+        make_backend(f"D_{builder.__name__.upper()}", builder=builder) for builder in (Never, Always, Uniform)
     )
     for prefill, decode, support in (
-        (always, always, AttentionCGSupport.UNIFORM_BATCH),
+        (always, always, AttentionCGSupport.ALWAYS),
+        (uniform, always, AttentionCGSupport.UNIFORM_BATCH),
+        (always, uniform, AttentionCGSupport.ALWAYS),
         (never, always, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE),
         (always, never, AttentionCGSupport.NEVER),
     ):

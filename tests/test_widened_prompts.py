@@ -230,7 +230,7 @@ def test_graphs_hold_no_copy() -> None:
     support = type(builder).get_cudagraph_support
     always = make_backend("ALWAYS", builder=type("B", (ToyBuilder,), {"cudagraph_support": ALWAYS}))
     cls = compose(prefill=NoFloat8, decode=always).get_builder_cls()
-    assert cls.get_cudagraph_support(spec_of(params_of())) is AttentionCGSupport.UNIFORM_BATCH
+    assert cls.get_cudagraph_support(spec_of(params_of())) is ALWAYS
     assert support(spec_of(params_of())) is resolve_backend("TORCH_SDPA").get_builder_cls().cudagraph_support
     assert builder.plans_each_replay(9) is builder.plans_each_replay(1)
 

@@ -89,8 +89,10 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
     A batch is split where its first longer query stands, so single tokens are wanted first; those that stand
     behind it are served with the prompts. Without lengths on the host there is no split to know, and the
     whole batch is the prompt backend's. Where that would read widened pages, the decode backend serves all
-    batches in which no copy pays, and those in graphs, whose copies would be as large as any. It also serves
-    batches of prompts on which it leads.
+    batches in which no copy pays. It also serves batches of prompts on which it leads.
+
+    In a graph of longer queries one backend serves all requests, since a split changes from step to step:
+    that of prompts, or in the place of copies, which would be as large as any, that of decode.
     """
 
     parts: ClassVar[Parts]
@@ -108,21 +110,18 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
             else prefill.get_builder_cls()(params, kv_cache_spec, limits, device)
         )  # fmt: skip
         self._decode = decode.get_builder_cls()(params, kv_cache_spec, limits, device)
-        self._captured: dict[int, int] = {}
-        """Rows of graphs without copies -> longest query that they are for."""
-        self._prompt_graphs: set[int] = set()
-        """Rows of graphs that the prompt backend is in."""
+        self._captured: dict[int, tuple[int, int]] = {}
+        """Rows of graphs of longer queries -> most tokens, and longest query, that one of them is for."""
 
     @classmethod
     def get_cudagraph_support(cls, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """Batches of one phase only: where a mixed one is split changes from step to step."""
+        """As the backend of longer queries in graphs, where the other can be in graphs of single tokens."""
         assert isinstance(kv_cache_spec, AttentionSpec)
         prefill, decode = (p.get_builder_cls().get_cudagraph_support(kv_cache_spec) for p in cls.parts)
         if widens(cls.parts[0], kv_cache_spec.kv_cache_dtype):
             prefill = decode
-        uniform = AttentionCGSupport.UNIFORM_BATCH
-        if min(prefill, decode) >= uniform:
-            return uniform
+        if min(prefill, decode) >= AttentionCGSupport.UNIFORM_BATCH:
+            return prefill
         return min(decode, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE)
 
     def build(
@@ -132,8 +131,11 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
         if self.limits is None:
             common = with_host_lengths(common)
         rows, first = common.seq_lens.shape[0], _leading_decodes(common)
+        in_graph = first < rows and self._is_in_graph(common)
+        if in_graph:
+            first = rows if self._widens else 0
         prompts = None  # And served with all others by the decode backend.
-        if first < rows and not self._decode_takes(common, first):
+        if first < rows and (first or in_graph or not self._decode.leads_on_prompts(common)):
             part = common if first == 0 else common.requests(first, rows)
             prompts = self._prefill.build(common_prefix_len, part, fast_build)
         if prompts is None:
@@ -148,12 +150,9 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
             )  # fmt: skip
         return TwoPhaseMetadata(common=common, phases=phases)
 
-    def _decode_takes(self, common: CommonAttentionMetadata, first: int) -> bool:
-        """Whether prompts are the decode backend's: as in a graph, or because it leads where no graph is."""
-        rows = common.seq_lens.shape[0]
-        if self._captured.get(rows, 0) >= common.max_query_len:
-            return True
-        return first == 0 and rows not in self._prompt_graphs and self._decode.leads_on_prompts(common)
+    def _is_in_graph(self, common: CommonAttentionMetadata) -> bool:
+        tokens, longest = self._captured.get(common.seq_lens.shape[0], (0, 0))
+        return common.num_actual_tokens <= tokens and common.max_query_len <= longest
 
     def _read_bytes(self, decode: CommonAttentionMetadata) -> int:
         """What the keys and values of some requests take, as far as the host knows their lengths."""
@@ -169,13 +168,13 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> TwoPhaseMetadata:
         common = common_attn_metadata
-        if self._widens:
-            rows = common.seq_lens.shape[0]
-            self._captured[rows] = max(self._captured.get(rows, 0), common.max_query_len)
+        if common.max_query_len > 1:
+            rows, asked = common.seq_lens.shape[0], (common.num_actual_tokens, common.max_query_len)
+            taken = self._captured.get(rows, asked)
+            self._captured[rows] = max(taken[0], asked[0]), max(taken[1], asked[1])
         if self._widens or common.max_query_len <= 1:
             phases = Phases(self._decode.build_for_cudagraph_capture(common), None)
         else:
-            self._prompt_graphs.add(common.seq_lens.shape[0])
             phases = Phases(None, self._prefill.build_for_cudagraph_capture(common))
         return TwoPhaseMetadata(common=common, phases=phases)
 
