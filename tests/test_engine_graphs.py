@@ -177,6 +177,18 @@ def test_replays_are_held_against_the_path_without_graphs(model: Any, mode: CUDA
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
+def test_mixed_batches_of_a_composition_run_from_whole_graphs_unsplit(model: Any) -> None:
+    """Where they are not split, sums of fewer tokens are rounded otherwise."""
+    register_backend("HONEST_ALWAYS")(backend_of(ALWAYS))
+    name = "HONEST_ALWAYS+HONEST_ALWAYS"
+    without = logits_of_all_steps(without_graphs(model, name, CUDAGraphMode.FULL), seed=6)
+    engine = serve(model, name, None, debug=True)
+    for (rows, got), (wanted_rows, wanted) in zip(logits_of_all_steps(engine, seed=6), without, strict=True):
+        assert rows == wanted_rows
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+    assert engine.runner.graphs.stats().keys() == KINDS[CUDAGraphMode.FULL]  # type: ignore[attr-defined]
+
+
 class LengthsOfTheHost(HonestImpl):
     """Takes lengths from the host, as they were at capture."""
 
