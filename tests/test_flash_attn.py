@@ -313,7 +313,9 @@ def test_plans_keep_to_the_bounds_that_a_graph_was_captured_with(stand_in):
     assert builder.build(0, _batch([1, 1, 1], [2, 2, 2])).bounds == decode.bounds
     assert builder.build(0, _batch([3, 1, 1], [3, 2, 2])).bounds == mixed.bounds
     assert builder.build(0, _batch([20, 1, 1], [20, 2, 2])).bounds.max_query_len == 20, "no graph of it"
+    assert builder.build(0, _batch([9, 9, 9], [9, 9, 9])).bounds.max_query_len == 9, "nor of 27 tokens"
     assert builder.build(0, _batch([1, 1], [2, 2])).bounds.max_seq_len == 2, "no graph of two rows"
+    assert builder.build(0, _batch([0, 0], [2, 2])).bounds.max_seq_len == 2
 
 
 def test_a_graph_of_uniform_batches_has_no_padding_tokens(stand_in):

@@ -162,8 +162,8 @@ def test_prompts_of_a_graph_are_planned_by_the_backend_in_it():
     builder = _builder(both)
     captured = builder.build_for_cudagraph_capture(_batch([8, 8]))
     assert captured.phases.decode is None
-    for in_graph in ([5, 5], [1, 8]):
-        phases = builder.build(0, _batch(in_graph)).phases
+    for in_graph in (_batch([5, 5]), _batch([1, 8]), _batch([1, 1], max_query_len=8)):
+        phases = builder.build(0, in_graph).phases
         assert phases.decode is phases.row is None
     assert builder.build(0, _batch([5, 5, 5])).phases.prefill is None, "no graph has three rows"
     assert builder.build(0, _batch([1, 9])).phases.row == 1, "no graph is for so long a query"

@@ -131,7 +131,7 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
         if self.limits is None:
             common = with_host_lengths(common)
         rows, first = common.seq_lens.shape[0], _leading_decodes(common)
-        in_graph = first < rows and self._is_in_graph(common)
+        in_graph = self._is_in_graph(common)
         if in_graph:
             first = rows if self._widens else 0
         prompts = None  # And served with all others by the decode backend.
@@ -151,8 +151,9 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
         return TwoPhaseMetadata(common=common, phases=phases)
 
     def _is_in_graph(self, common: CommonAttentionMetadata) -> bool:
+        """Whether the batch runs from a graph of longer queries, as its own may be told to be."""
         tokens, longest = self._captured.get(common.seq_lens.shape[0], (0, 0))
-        return common.num_actual_tokens <= tokens and common.max_query_len <= longest
+        return common.num_actual_tokens <= tokens and 1 < common.max_query_len <= longest
 
     def _read_bytes(self, decode: CommonAttentionMetadata) -> int:
         """What the keys and values of some requests take, as far as the host knows their lengths."""

@@ -92,6 +92,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._captured: dict[int, list[Bounds]] = {}
+        self._captured_tokens: dict[int, int] = {}
         self._schedules: dict[torch.dtype, Tensor] = {}
         self._used: dict[torch.dtype, int] = {}
         self._chosen: tuple[Any, ...] = ()
@@ -134,7 +135,9 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         taken = self._captured.setdefault(common.seq_lens.shape[0], [])
         if taken:
             bounds = bounds._replace(num_splits=taken[0].num_splits)
-        self._captured[common.seq_lens.shape[0]] = sorted({*taken, bounds})
+        rows, tokens = common.seq_lens.shape[0], common.num_actual_tokens
+        self._captured[rows] = sorted({*taken, bounds})
+        self._captured_tokens[rows] = max(tokens, self._captured_tokens.get(rows, 0))
         return self._plan(common, bounds, BatchFacts.of_capture(common), scheduled=True)
 
     def _bounds(self, common: CommonAttentionMetadata) -> Bounds:
@@ -147,7 +150,10 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
 
     def _captured_bounds(self, common: CommonAttentionMetadata) -> Bounds | None:
         """Those of the smallest graph of as many rows that the batch fits in."""
-        taken = self._captured.get(common.seq_lens.shape[0], ())
+        rows = common.seq_lens.shape[0]
+        if common.num_actual_tokens > self._captured_tokens.get(rows, 0):
+            return None
+        taken = self._captured.get(rows, ())
         asked = (common.max_query_len, common.max_seq_len)
         fits = (b for b in taken if b.max_query_len >= asked[0] and b.max_seq_len >= asked[1])
         return next(fits, None)
