@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from toy_models import make_stack, random_batch, reset_caches
 
+import attnbackend
 from attnbackend import AttentionSelectorConfig, ops
 from attnbackend.fx_passes import PassManager, SelectBackend, graph_text
 from attnbackend.layers import BatchTensors
@@ -75,6 +79,13 @@ def test_each_node_may_get_another_backend() -> None:
         _, program = _exported({"sliding_window": window})
         PassManager([SelectBackend(by_window)]).run(program.graph_module)
         assert expected in _attention_lines(program)
+
+
+@pytest.mark.parametrize("backend", [5, ["TORCH_SDPA"]], ids=repr)
+def test_what_names_no_backend_is_refused_before_anything_is_traced(backend: Any) -> None:
+    for make in (SelectBackend, partial(attnbackend.compile, torch.nn.Identity())):
+        with pytest.raises(TypeError, match=r"backend=.* must be a name, such as 'TRITON_ATTN'"):
+            make(backend=backend)
 
 
 def test_a_graph_that_names_a_backend_already_is_left_alone() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport, Stage
-from attnbackend.fx_passes.choices import BackendChoice, Site, choose_backend
+from attnbackend.fx_passes.choices import BackendChoice, BackendPriorities, Site, choose_backend
 from attnbackend.fx_passes.memory import Memory
 from attnbackend.fx_passes.nodes import OpNode, find_ops, tensor_of
 from attnbackend.fx_passes.shape_range import ShapeRange
@@ -58,6 +58,11 @@ class SelectBackend(GraphPass):
     stage = Stage.SELECT
 
     def __init__(self, backend: BackendChoice = None) -> None:
+        if not (backend is None or callable(backend) or isinstance(backend, str | BackendPriorities)):
+            raise TypeError(
+                f"SelectBackend: backend={backend!r} must be a name, such as 'TRITON_ATTN', a function or "
+                "BackendPriorities that gives names, or None for the automatic choice"
+            )
         self.backend = backend
 
     def run(self, graph_module: GraphModule) -> PassReport:

@@ -58,7 +58,7 @@ class Job:
 
 def check_backend(
     name_or_class_or_path: BackendLike, *, device: str = "cpu", seed: int = 0,
-    only: Iterable[str] | None = None, case: str = "*", quick: bool = False, slow: bool = False,
+    only: str | Iterable[str] | None = None, case: str = "*", quick: bool = False, slow: bool = False,
     stop_at_first: bool = False, on_progress: OnProgress | None = None,
     known: tuple[KnownFailure, ...] | None = None,
 ) -> ConformanceReport:  # fmt: skip
@@ -68,7 +68,7 @@ def check_backend(
         name_or_class_or_path: a registered name in any case, a class, or ``package.module.Class``.
         device: "cpu" or "cuda".
         seed: of all data, below 2**32; the list of cases does not depend on it.
-        only: names of checks; None: all.
+        only: names of checks, or one name; None: all.
         case: pattern of case ids, as in a shell.
         quick: every claim and every batch, but not every pair of them.
         slow: also what takes a C++ compile (AOTInductor packages).
@@ -100,7 +100,7 @@ def check_backend(
 
 
 def plan_jobs(
-    subject: Subject | LatentSubject, *, named: str, seed: int = 0, only: Iterable[str] | None = None,
+    subject: Subject | LatentSubject, *, named: str, seed: int = 0, only: str | Iterable[str] | None = None,
     case: str = "*", quick: bool = False,
 ) -> list[Job]:  # fmt: skip
     """All cases of the chosen checks, in order; see `check_backend`."""
@@ -157,8 +157,8 @@ def _with_known(entry: KnownFailure, status: Status, message: str) -> tuple[Stat
     return (Status.KNOWN, entry.reason) if status is Status.FAILED else (status, message)
 
 
-def _chosen(only: Iterable[str] | None, suite: Mapping[str, Any]) -> Iterator[Any]:
-    for name in suite if only is None else only:
+def _chosen(only: str | Iterable[str] | None, suite: Mapping[str, Any]) -> Iterator[Any]:
+    for name in suite if only is None else [only] if isinstance(only, str) else only:
         if name not in suite:
             near = difflib.get_close_matches(name, suite, n=2)
             hint = f"did you mean {' or '.join(near)}?" if near else f"allowed: {', '.join(suite)}"
