@@ -98,30 +98,19 @@ class EngineCore:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, runner.vocab_size)
         self._rules = AdmissionRules(
-            vocab_size=runner.vocab_size,
-            max_model_len=runner.max_model_len,
-            num_blocks=runner.num_blocks,
-            block_size=runner.block_size,
-            tokenizer=tokenizer,
-            num_drafts=num_drafts,
+            vocab_size=runner.vocab_size, max_model_len=runner.max_model_len, num_blocks=runner.num_blocks,
+            block_size=runner.block_size, tokenizer=tokenizer, num_drafts=num_drafts,
             placeholders=getattr(runner, "placeholders", {}),
-        )
+        )  # fmt: skip
         self.scheduler = Scheduler(
-            BlockAllocator(runner.num_blocks),
-            block_size=runner.block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            decode_len=1 + num_drafts,
-        )
+            BlockAllocator(runner.num_blocks), block_size=runner.block_size, decode_len=1 + num_drafts,
+            **limits,
+        )  # fmt: skip
         self.input_batch = InputBatch(
-            max_num_seqs=max_num_seqs,
-            max_num_tokens=max_num_batched_tokens,
-            max_model_len=runner.max_model_len,
-            block_size=runner.block_size,
-            device=runner.device,
+            max_num_seqs=max_num_seqs, max_num_tokens=max_num_batched_tokens, decode_len=1 + num_drafts,
+            max_model_len=runner.max_model_len, block_size=runner.block_size, device=runner.device,
             padded_tokens=getattr(runner, "padded_tokens", None),
-            decode_len=1 + num_drafts,
-        )
+        )  # fmt: skip
         self._on_device = as_current(runner.device)
         if capture := getattr(runner, "capture_graphs", None):
             with self._on_device:
