@@ -139,6 +139,11 @@ def test_a_batch_is_split_at_its_first_longer_query(query_lens, split, decode_ro
         assert (None if plan is None else len(plan.common.seq_lens)) == rows
 
 
+def test_a_bound_above_the_lengths_that_the_host_knows_changes_no_plan():
+    phases = _builder(resolve_backend(NAME)).build(0, _batch([1, 1], max_query_len=8)).phases
+    assert (phases.prefill, phases.decode.common.max_query_len) == (None, 1)
+
+
 class _Leads(resolve_backend("TORCH_SDPA").get_builder_cls()):
     def leads_on_prompts(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
         return common_attn_metadata.max_query_len < 9

@@ -134,6 +134,8 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
         in_graph = self._is_in_graph(common)
         if in_graph:
             first = rows if self._widens else 0
+        elif first == rows and common.max_query_len > 1:
+            common = common.replace(max_query_len=1)  # The host knows better than the bound that was given.
         prompts = None  # And served with all others by the decode backend.
         if first < rows and (first or in_graph or not self._decode.leads_on_prompts(common)):
             part = common if first == 0 else common.requests(first, rows)
