@@ -450,6 +450,12 @@ def test_what_is_no_model_is_refused_with_its_type() -> None:
             Engine(thing)
 
 
+def test_a_compiled_model_is_refused_with_the_remedy() -> None:
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+    with pytest.raises(TypeError, match=r"what torch\.compile returned.*the model from before"):
+        Engine(compiled)
+
+
 def test_a_model_in_training_mode_is_refused_with_the_remedy() -> None:
     pytest.importorskip("transformers")
     from model_zoo import make_model

@@ -399,6 +399,10 @@ def _longest_sequence(config: Any) -> int:
 
 
 def _check_model(model: Any) -> None:
+    if hasattr(model, "_orig_mod"):
+        raise TypeError(
+            "the model is what torch.compile returned; an Engine compiles itself: give the model from before"
+        )
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "generation_config"):
         raise TypeError(
             f"{type(model).__name__} is neither a transformers causal language model nor a ServedModel"
