@@ -22,14 +22,14 @@ from attnbackend import (
     resolve_backend,
     set_config,
 )
-from attnbackend.backends import widened
+from attnbackend.backends import two_phase, widened
 from attnbackend.backends.flash_attn import backend as flash_backend
 from attnbackend.backends.flash_attn import probe, resolution
 from attnbackend.backends.torch_sdpa import TorchSDPABackend, TorchSDPAImpl
 from attnbackend.backends.two_phase import compose
 from attnbackend.backends.widened import PAGE, WidenedPlan
 from attnbackend.impl import AttentionImpl, AttentionParams, OptionalTensors
-from attnbackend.kernels.triton import unavailable_reason, widen
+from attnbackend.kernels.triton import paged_hopper_launch, unavailable_reason, widen
 from attnbackend.kv_cache import spec_of
 from attnbackend.native_calls import LibraryCall, amounts_to, lessons
 from attnbackend.ops.generate import backend_op
@@ -323,3 +323,47 @@ def test_flash_attn_serves_prompts_over_copies(
     judge = AttentionJudge(batch)
     judge.hold(batch.output, batch.lse)
     judge.hold(batch.output, None, by="row")
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are planned as there; on a CPU the kernel of other devices reads them."""
+    monkeypatch.setattr("attnbackend.kernels.triton.mla_hopper_launch.device_problem", lambda device: None)
+
+
+def test_triton_attn_computes_over_copies_of_its_own(
+    on_hopper: None, copies: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = two_phase.widened_cache
+    monkeypatch.setattr("attnbackend.backends.triton_attn.widened_cache", counted)
+    monkeypatch.setattr(paged_hopper_launch, "MIN_TOKENS", 1)
+    case = "dtype_float16_cache_fp8_e5m2-*prefill"
+    check_backend("TRITON_ATTN", device=DEVICE, only=["numerics"], case=case).assert_ok()
+    assert copies
+
+
+@pytest.mark.parametrize(
+    ("queries", "lens", "changes", "pages"),
+    [
+        ([2000], [2000], {}, 16),
+        ([2000], [2000], {"kv_cache_dtype": "auto"}, 0),
+        ([2000], [2000], {"sliding_window": 512}, 0),
+        ([2000], [2000], {"logits_soft_cap": 9.0}, 0),
+        ([2000], [2000], {"head_size": 96}, 0),
+        ([2000], [2000], {"dtype": torch.float32}, 0),
+        ([300], [300], {}, 0),
+        ([2000, *[1] * 14], [2000, *[500] * 14], {}, 16 + 14 * 4),
+        ([2000, *[1] * 15], [2000, *[500] * 15], {}, 0),
+    ],
+)  # fmt: skip
+def test_triton_attn_copies_where_its_kernel_for_hopper_serves(
+    queries: list[int], lens: list[int], changes: dict[str, Any], pages: int, on_hopper: None
+) -> None:
+    params = params_of(**changes)
+    builder: Any = resolve_backend("TRITON_ATTN").get_builder_cls()(
+        params, spec_of(params), None, torch.device(DEVICE)
+    )
+    batch = batch_of(queries, lens)
+    plan = builder.build(0, batch).widened
+    assert (0 if plan is None else len(plan.page_rows)) == pages
+    assert builder.build_for_cudagraph_capture(batch).widened is None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from attnbackend.backends.cascade import (
 )
 from attnbackend.backends.host_lengths import BatchFacts
 from attnbackend.backends.standard import FullFeaturedBackend, PagedKernelImpl, kernel_features
+from attnbackend.backends.widened import FLOAT8, WidenedBuilder, WidenedPlan, widened_cache, widened_params
 from attnbackend.impl import AttentionParams, OptionalTensors
 from attnbackend.kv_cache import KVCacheSpec, resolve_kv_cache_dtype
 from attnbackend.metadata import (
@@ -43,6 +44,8 @@ class TritonMetadata(AttentionMetadata):
     """No request brings more than one token, in a graph at no replay: the split-KV kernel serves."""
     cascade: CascadeParts | None = None
     """The batch in parts, where its requests share a prefix long enough."""
+    widened: WidenedPlan | None = None
+    """Prompts over a float8 cache, planned over a copy of its pages for the kernel that reads 16 bits."""
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
@@ -71,17 +74,49 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         cascade = None
         if common_prefix_len and not fast_build and self._cuts(common_prefix_len, common_attn_metadata):
             cascade = self._planner.split(common_prefix_len, common_attn_metadata)
-        return TritonMetadata(common=common_attn_metadata, is_decode=is_decode, cascade=cascade)
+        widened = None
+        if cascade is None and self._may_copy(common_attn_metadata):
+            widened = self._copies.build(0, common_attn_metadata, fast_build)
+        return TritonMetadata(
+            common=common_attn_metadata, is_decode=is_decode, cascade=cascade, widened=widened
+        )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> TritonMetadata:
+        """Without copies, which would be as large as any."""
+        return replace(self.build(0, common_attn_metadata), widened=None)
+
+    @cached_property
+    def _copies(self) -> WidenedBuilder:
+        return WidenedBuilder(TritonAttentionBackend, self.params, self.limits, self.device)
+
+    def _may_copy(self, batch: CommonAttentionMetadata) -> bool:
+        """Whether the kernel for Hopper, which reads no float8, would serve a copy."""
+        from attnbackend.kernels.triton.mla_hopper_launch import device_problem
+        from attnbackend.kernels.triton.paged_hopper_launch import KEYS, MIN_TOKENS
+
+        p = self.params
+        return (
+            p.kv_cache_dtype in FLOAT8
+            and self._is_plain()
+            and p.head_size in KEYS
+            and p.dtype.itemsize == 2
+            and batch.num_actual_tokens >= MIN_TOKENS * batch.seq_lens.shape[0]
+            and device_problem(self.device) is None
+        )
+
+    def _is_plain(self) -> bool:
+        """Causal attention over all keys, and no more."""
+        p = self.params
+        return p.causal and not (p.sliding_window or p.attention_chunk_size or p.logits_soft_cap)
 
     def leads_on_prompts(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
         """On many short ones without context, on Hopper: measured against FlashAttention 3."""
         from attnbackend.kernels.triton.paged_hopper_launch import is_ahead
 
         p, batch = self.params, common_attn_metadata
-        plain = p.causal and not (p.sliding_window or p.attention_chunk_size or p.logits_soft_cap)
         tokens, rows = batch.num_actual_tokens, batch.seq_lens.shape[0]
         return (
-            plain
+            self._is_plain()
             and resolve_kv_cache_dtype(p.kv_cache_dtype, p.dtype) is p.dtype
             and is_ahead(tokens, rows, batch.max_seq_len, p.head_size, p.dtype, self.device)
             and BatchFacts.of(batch, causal=True).are_new_sequences
@@ -125,7 +160,12 @@ class TritonAttentionImpl(PagedKernelImpl):
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
         attn_metadata: TritonMetadata, output: Tensor, tensors: OptionalTensors,
     ) -> None:  # fmt: skip
-        parts = attn_metadata.cascade
+        parts, widened = attn_metadata.cascade, attn_metadata.widened
+        if widened is not None and not _has_extras(tensors):
+            copy = widened_cache(kv_cache, widened, self.params.dtype, tensors)
+            own = tensors._replace(k_scale=None, v_scale=None)
+            self._over_copies.attend(query, None, None, copy, widened.plan, output, own)
+            return
         if parts is None or not takes_cascade(tensors):
             super().attend(query, key, value, kv_cache, attn_metadata, output, tensors)
             return
@@ -147,10 +187,20 @@ class TritonAttentionImpl(PagedKernelImpl):
 
         attend_in_parts(attend_part, parts, output, tensors, triton.merge_over)
 
+    @cached_property
+    def _over_copies(self) -> TritonAttentionImpl:
+        return TritonAttentionImpl(widened_params(self.params))
+
     def write_kernel(self) -> Callable[..., None]:
         from attnbackend.kernels import triton
 
         return triton.cache_write
+
+
+def _has_extras(tensors: OptionalTensors) -> bool:
+    """Whether a call brings what the kernel for Hopper does not take."""
+    taken = tensors._replace(lse=None, k_scale=None, v_scale=None)
+    return any(tensor is not None for tensor in taken)
 
 
 class TritonAttentionBackend(FullFeaturedBackend):

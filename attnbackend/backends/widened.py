@@ -21,11 +21,11 @@ from attnbackend.impl import AttentionParams, OptionalTensors
 from attnbackend.kv_cache import spec_of
 from attnbackend.metadata import BatchLimits, CommonAttentionMetadata
 
-__all__ = ["PAGE", "WidenedBuilder", "WidenedPlan", "widened_cache", "widened_params", "widens"]
+__all__ = ["FLOAT8", "PAGE", "WidenedBuilder", "WidenedPlan", "widened_cache", "widened_params", "widens"]
 
 PAGE = 128
 """Slots of a page of the copy: as many as FlashAttention 3 reads at once."""
-_FLOAT8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+FLOAT8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _WORTH = 96
 """Queries of a key-value head, in the mean over all keys, from which on a copy pays: measured on an H200."""
 _FIXED_KEYS = 3072
@@ -35,7 +35,7 @@ _FIXED_KEYS = 3072
 def widens(prefill: type[AttentionBackend], kv_cache_dtype: str) -> bool:
     """Whether a prompt backend is given such a cache widened, since it reads none of its type."""
     return (
-        kv_cache_dtype in _FLOAT8
+        kv_cache_dtype in FLOAT8
         and not prefill.supports_kv_cache_dtype(kv_cache_dtype)
         and prefill.supports_kv_cache_dtype("auto")
         and prefill.supports_block_size(PAGE)
