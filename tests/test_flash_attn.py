@@ -226,6 +226,8 @@ def test_splits_are_bounded_by_tokens_and_by_memory():
     assert most_splits(512, 32, 128, rows=1, max_seq_len=9000) == 1, "128 tiles of prompts fill it, too"
     assert most_splits(512, 32, 128, rows=5, max_seq_len=9000) == 32
     assert most_splits(256, 32, 128, rows=1, max_seq_len=9000) == 32
+    assert most_splits(544, 8, 256, rows=33, programs=33, max_seq_len=2048) == 32, "one head of keys"
+    assert most_splits(1696, 8, 256, rows=33, programs=33, max_seq_len=2048) == 1
 
 
 def test_a_window_counts_the_token_itself():

@@ -37,6 +37,9 @@ __all__ = [
     "TritonMetadataBuilder",
 ]
 
+_FEW_TOKENS = 16
+"""Of a request, in the mean: with as many, prompts are cut into tiles of their own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TritonMetadata(AttentionMetadata):
@@ -143,8 +146,10 @@ class TritonAttentionImpl(PagedKernelImpl):
         # Padding tokens beyond one a row are the unified kernel's to write.
         if attn_metadata.is_decode and query.shape[0] <= attn_metadata.common.seq_lens.shape[0]:
             return triton.paged_decode_attention
-        longest = attn_metadata.common.max_seq_len
-        return partial(triton.paged_attention, key=key, value=value, max_seq_len=longest)
+        longest, rows = attn_metadata.common.max_seq_len, attn_metadata.common.seq_lens.shape[0]
+        # A few tokens of few requests over many keys do not fill a device.
+        splits = None if query.shape[0] < _FEW_TOKENS * rows else 1
+        return partial(triton.paged_attention, key=key, value=value, max_seq_len=longest, num_splits=splits)
 
     def quantizes(self, attn_metadata: TritonMetadata, tensors: OptionalTensors) -> bool:
         from attnbackend.kernels import triton

@@ -30,7 +30,7 @@ __all__ = [
 _MAX_SPLITS, _SPLIT_PROGRAMS = 32, 128
 """Most splits of a request's keys: as many programs as fill a GPU where few requests have few heads."""
 _SPLIT_TOKENS = 512
-"""Batches of more tokens fill a GPU without splitting keys."""
+"""Batches of more tokens fill a GPU without splitting keys, unless their heads are few."""
 _SPLIT_BYTES = 512 << 20
 """Most memory of partial results, float32, that a call may take for its splits."""
 _SHORT_KEYS, _FULL_PROGRAMS = 1024, 106
@@ -74,8 +74,9 @@ def most_splits(
     Of the lengths only their bound enters: within it, the kernel decides request by request on the device, so
     a graph splits as the replayed batch wants. `programs` are rows times key-value heads.
     """
-    fills_device = 0 < rows * _TILE_ROWS <= tokens and tokens * num_heads >= _FULL_PROGRAMS * _TILE_ROWS
-    if fills_device or tokens > _SPLIT_TOKENS or (max_seq_len <= _SHORT_KEYS and programs >= _FULL_PROGRAMS):
+    are_many = tokens > _SPLIT_TOKENS or 0 < rows * _TILE_ROWS <= tokens
+    fill_device = are_many and tokens * num_heads >= _FULL_PROGRAMS * _TILE_ROWS
+    if fill_device or (max_seq_len <= _SHORT_KEYS and programs >= _FULL_PROGRAMS):
         return 1
     rounded = 1 << max(0, math.ceil(math.log2(max(1, tokens))))
     most = max(_MAX_SPLITS, _SPLIT_PROGRAMS // max(1, programs))
