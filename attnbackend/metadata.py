@@ -255,6 +255,13 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """
         return False
 
+    def leads_on_mixed(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Whether this backend was measured to be ahead on a batch of prompts and single tokens, serving all.
+
+        A composition of two backends, one for prompts and one for decode, asks the former.
+        """
+        return False
+
     @abstractmethod
     def build(
         self,

@@ -159,6 +159,22 @@ def test_prompts_on_which_the_decode_backend_leads_are_its(query_lens, decode_ro
         assert (None if plan is None else len(plan.common.seq_lens)) == rows
 
 
+class _LeadsOnMixed(resolve_backend("TORCH_SDPA").get_builder_cls()):
+    def leads_on_mixed(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        return common_attn_metadata.max_query_len < 9
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "decode_rows", "prefill_rows"), [([1, 8], None, 2), ([1, 9], 1, 1), ([1, 1], 2, None)]
+)
+def test_mixed_batches_on_which_the_prompt_backend_leads_are_its(query_lens, decode_rows, prefill_rows):
+    parts = make_backend("H_LEADS", builder=_LeadsOnMixed), make_backend("H_DECODE")
+    phases = _phases(compose(prefill=parts[0], decode=parts[1]), query_lens)
+    assert phases.row is None or prefill_rows == decode_rows == 1
+    for plan, rows in ((phases.decode, decode_rows), (phases.prefill, prefill_rows)):
+        assert (None if plan is None else len(plan.common.seq_lens)) == rows
+
+
 def test_prompts_of_a_graph_are_planned_by_the_backend_in_it():
     class Graphs(_Leads):
         cudagraph_support = AttentionCGSupport.ALWAYS

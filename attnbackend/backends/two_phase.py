@@ -89,7 +89,8 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
     A batch is split where its first longer query stands, so single tokens are wanted first; those that stand
     behind it are served with the prompts. Without lengths on the host there is no split to know, and the
     whole batch is the prompt backend's. Where that would read widened pages, the decode backend serves all
-    batches in which no copy pays. It also serves batches of prompts on which it leads.
+    batches in which no copy pays. It also serves batches of prompts on which it leads, as the prompt backend
+    does mixed ones.
 
     In a graph of longer queries one backend serves all requests, since a split changes from step to step:
     that of prompts, or in the place of copies, which would be as large as any, that of decode.
@@ -136,6 +137,8 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
             first = rows if self._widens else 0
         elif first == rows and common.max_query_len > 1:
             common = common.replace(max_query_len=1)  # The host knows better than the bound that was given.
+        elif 0 < first < rows and not self._widens and self._prefill.leads_on_mixed(common):
+            first = 0
         prompts = None  # And served with all others by the decode backend.
         if first < rows and (first or in_graph or not self._decode.leads_on_prompts(common)):
             part = common if first == 0 else common.requests(first, rows)

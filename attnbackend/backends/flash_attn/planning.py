@@ -38,6 +38,8 @@ _SHORT_KEYS, _FULL_PROGRAMS = 1024, 106
 little idle there, and kernels of FlashAttention 3 that may split take longer though they do not."""
 _TILE_ROWS = 128
 """Query tokens of one head that a kernel takes at once from prompts."""
+_MIXED_GROUP, _MIXED_BYTES = 8, 256 << 20
+"""Query heads of a key-value head, and keys and values of a batch, for which one call is faster than two."""
 _SCHEDULE_ROWS = 992
 """Rows that the scheduler of FlashAttention 3 counts splits for one by one; with more it does not."""
 
@@ -140,6 +142,19 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         self._captured[rows] = sorted({*taken, bounds})
         self._captured_tokens[rows] = max(tokens, self._captured_tokens.get(rows, 0))
         return self._plan(common, bounds, BatchFacts.of_capture(common), scheduled=True)
+
+    def leads_on_mixed(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Where decode of version 3 reads little, and makes whole tiles of a head's queries."""
+        p, common = self.params, common_attn_metadata
+        keys = common.num_reqs * common.max_seq_len
+        if common.seq_lens_cpu is not None:
+            keys = int(common.seq_lens_cpu.sum())
+        item = resolve_kv_cache_dtype(p.kv_cache_dtype, p.dtype).itemsize
+        return (
+            p.num_heads >= _MIXED_GROUP * p.num_kv_heads
+            and 2 * keys * p.num_kv_heads * p.head_size * item < _MIXED_BYTES
+            and self._scheduling_provider(common) is not None
+        )
 
     def _bounds(self, common: CommonAttentionMetadata) -> Bounds:
         p = self.params
