@@ -228,6 +228,7 @@ def test_splits_are_bounded_by_tokens_and_by_memory():
     assert most_splits(256, 32, 128, rows=1, max_seq_len=9000) == 32
     assert most_splits(544, 8, 256, rows=33, programs=33, max_seq_len=2048) == 32, "one head of keys"
     assert most_splits(1696, 8, 256, rows=33, programs=33, max_seq_len=2048) == 1
+    assert most_splits(1024, 8, 256, rows=1, programs=1, max_seq_len=1024) == 1, "a prompt alone"
 
 
 def test_a_window_counts_the_token_itself():
@@ -244,9 +245,9 @@ def _params(**changes: Any) -> AttentionParams:
     return AttentionParams(**fields)
 
 
-def _builder(rows: int | None = 8) -> FlashAttentionMetadataBuilder:
+def _builder(rows: int | None = 8, **changes: Any) -> FlashAttentionMetadataBuilder:
     limits = None if rows is None else BatchLimits(rows, 64, 256)
-    params = _params()
+    params = _params(**changes)
     return FlashAttentionMetadataBuilder(params, spec_of(params), limits, torch.device("cpu"))
 
 
@@ -318,6 +319,17 @@ def test_plans_keep_to_the_bounds_that_a_graph_was_captured_with(stand_in):
     assert builder.build(0, _batch([9, 9, 9], [9, 9, 9])).bounds.max_query_len == 9, "nor of 27 tokens"
     assert builder.build(0, _batch([1, 1], [2, 2])).bounds.max_seq_len == 2, "no graph of two rows"
     assert builder.build(0, _batch([0, 0], [2, 2])).bounds.max_seq_len == 2
+
+
+def test_small_mixed_batches_are_best_served_at_once(stand_in):
+    batch = _batch([1, 1, 64], [9000, 9, 64])
+    leads = _builder(num_heads=8).leads_on_mixed
+    assert leads(batch)
+    assert not leads(_batch([1, 1], [300_000, 9])), "many keys to read"
+    assert not leads(_batch([1, 8000], [9000, 9000])), "much to multiply"
+    assert not leads(batch.replace(seq_lens_cpu=None)), "lengths are not known"
+    assert not _builder().leads_on_mixed(batch), "groups of two"
+    assert not _builder(None, num_heads=8).leads_on_mixed(batch), "no schedule"
 
 
 def test_a_graph_of_uniform_batches_has_no_padding_tokens(stand_in):

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,8 +39,11 @@ _SHORT_KEYS, _FULL_PROGRAMS = 1024, 106
 little idle there, and kernels of FlashAttention 3 that may split take longer though they do not."""
 _TILE_ROWS = 128
 """Query tokens of one head that a kernel takes at once from prompts."""
-_MIXED_GROUP, _MIXED_BYTES = 8, 256 << 20
-"""Query heads of a key-value head, and keys and values of a batch, for which one call is faster than two."""
+_MIXED_US, _MIXED_GROUP = 32.0, 4
+"""Microseconds of a mixed batch up to which one call is faster than two, where as many query heads share a
+key-value head: with fewer, tiles of single tokens are mostly empty. Measured on an H200."""
+_READ_IN_US, _FLOPS_IN_US = 4.5e6, 6e8
+"""What an H200 reads and multiplies in a microsecond, at the best."""
 _SCHEDULE_ROWS = 992
 """Rows that the scheduler of FlashAttention 3 counts splits for one by one; with more it does not."""
 
@@ -76,9 +80,9 @@ def most_splits(
     Of the lengths only their bound enters: within it, the kernel decides request by request on the device, so
     a graph splits as the replayed batch wants. `programs` are rows times key-value heads.
     """
-    are_many = tokens > _SPLIT_TOKENS or 0 < rows * _TILE_ROWS <= tokens
-    fill_device = are_many and tokens * num_heads >= _FULL_PROGRAMS * _TILE_ROWS
-    if fill_device or (max_seq_len <= _SHORT_KEYS and programs >= _FULL_PROGRAMS):
+    full, short = tokens * num_heads >= _FULL_PROGRAMS * _TILE_ROWS, max_seq_len <= _SHORT_KEYS
+    prompts_fill = full and 0 < rows * _TILE_ROWS <= tokens
+    if prompts_fill or (tokens > _SPLIT_TOKENS and (full or short)) or (programs >= _FULL_PROGRAMS and short):
         return 1
     rounded = 1 << max(0, math.ceil(math.log2(max(1, tokens))))
     most = max(_MAX_SPLITS, _SPLIT_PROGRAMS // max(1, programs))
@@ -144,17 +148,17 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         return self._plan(common, bounds, BatchFacts.of_capture(common), scheduled=True)
 
     def leads_on_mixed(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Where decode of version 3 reads little, and makes whole tiles of a head's queries."""
+        """Where the batch takes version 3 so little time that a second call would cost more than it saves."""
         p, common = self.params, common_attn_metadata
-        keys = common.num_reqs * common.max_seq_len
-        if common.seq_lens_cpu is not None:
-            keys = int(common.seq_lens_cpu.sum())
+        starts, lens = common.query_start_loc_cpu, common.seq_lens_cpu
+        if starts is None or lens is None or p.num_heads < _MIXED_GROUP * p.num_kv_heads:
+            return False
+        keys = lens.numpy().astype(np.int64)
         item = resolve_kv_cache_dtype(p.kv_cache_dtype, p.dtype).itemsize
-        return (
-            p.num_heads >= _MIXED_GROUP * p.num_kv_heads
-            and 2 * keys * p.num_kv_heads * p.head_size * item < _MIXED_BYTES
-            and self._scheduling_provider(common) is not None
-        )
+        read = 2 * int(keys.sum()) * p.num_kv_heads * p.head_size * item
+        flops = 4 * int((np.diff(starts.numpy()) * keys).sum()) * p.num_heads * p.head_size
+        took_us = read / _READ_IN_US + flops / _FLOPS_IN_US
+        return took_us < _MIXED_US and self._scheduling_provider(common) is not None
 
     def _bounds(self, common: CommonAttentionMetadata) -> Bounds:
         p = self.params

@@ -86,11 +86,12 @@ def _prefill_tile(width: int, kind: Kind) -> TileConfig:
 
 def _narrow_tile(width: int, group: int, kind: Kind, float8_keys: bool) -> TileConfig:
     # Few rows make this a memory copy with some arithmetic: what counts is bytes in flight,
-    # about 64 KiB for each program, and two programs or more on each multiprocessor.
+    # about 64 KiB for each program, and two programs or more on each multiprocessor; of small heads four of
+    # 48 KiB were measured faster.
     rows = _rows_for(group, kind, most=64)
-    stages = 4 if width <= 64 else 3
-    if kind == "short" and not float8_keys:
-        stages -= 1
+    if width <= 64:
+        return TileConfig(rows, 64, 4, 4 if float8_keys else 3, 4 if kind == "decode" else 2)
+    stages = 2 if kind == "short" and not float8_keys else 3
     return TileConfig(rows, 64 if width <= 128 else 32, 4, stages, 2)
 
 

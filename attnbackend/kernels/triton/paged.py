@@ -333,9 +333,10 @@ def paged_attention(
     if tile is None:
         tile = tile_config(plan.product, plan.width, plan.group, kind, launch.has_float8_keys)
     # One tile more for each row than its tokens fill, and one for tokens past the last row.
-    tiles = tokens // (tile.block_m // heads_per_tile(plan.group, tile.block_m)) + rows + 1
+    full_tiles = tokens // (tile.block_m // heads_per_tile(plan.group, tile.block_m))
+    tiles = full_tiles + rows + 1
     if num_splits is None:
-        programs = tiles * launch.kv_heads * pieces_per_kv_head(plan.group, tile.block_m)
+        programs = max(full_tiles, rows) * launch.kv_heads * pieces_per_kv_head(plan.group, tile.block_m)
         slots = tile.per_processor * processor_count(query.device)
         num_splits = decode_num_splits(programs, launch.max_keys, slots)
     partial = partial_buffer(WHERE, query, launch, tokens, num_splits, None)
