@@ -30,6 +30,8 @@ class TileConfig:
     num_stages: int
     per_processor: int = 1
     """Programs that run on one multiprocessor at once: what shared memory has room for."""
+    leads_in_a_wave: bool = False
+    """Measured to be ahead of other tiles of decode where one wave of it has room for all programs."""
 
 
 def batch_kind(num_tokens: int, num_rows: int) -> Kind:
@@ -86,12 +88,11 @@ def _prefill_tile(width: int, kind: Kind) -> TileConfig:
 
 def _narrow_tile(width: int, group: int, kind: Kind, float8_keys: bool) -> TileConfig:
     # Few rows make this a memory copy with some arithmetic: what counts is bytes in flight,
-    # about 64 KiB for each program, and two programs or more on each multiprocessor; of small heads four of
-    # 48 KiB were measured faster.
+    # about 64 KiB for each program, and two programs or more on each multiprocessor.
     rows = _rows_for(group, kind, most=64)
-    if width <= 64:
-        return TileConfig(rows, 64, 4, 4 if float8_keys else 3, 4 if kind == "decode" else 2)
-    stages = 2 if kind == "short" and not float8_keys else 3
+    stages = 4 if width <= 64 else 3
+    if kind == "short" and not float8_keys:
+        stages -= 1
     return TileConfig(rows, 64 if width <= 128 else 32, 4, stages, 2)
 
 
@@ -107,6 +108,8 @@ def decode_tiles(dtype: torch.dtype, head_size: int, group: int, float8_keys: bo
         return (replace(wide, per_processor=2),)
     if float8_keys:
         return (TileConfig(wide.block_m, wide.block_n, 2, 3, 4),)
+    if wide.num_stages > 3:
+        return wide, replace(wide, num_stages=3, per_processor=4, leads_in_a_wave=True)
     return wide, replace(wide, block_n=wide.block_n // 2, per_processor=4)
 
 
