@@ -150,3 +150,9 @@ def test_the_tile_that_leaves_the_least_of_the_device_idle() -> None:
     assert decode_shape((wide, narrow), 1024, 4096, processors) == (wide, 1)
     assert decode_shape((wide, narrow), 2048, 4096, processors) == (wide, 1)
     assert decode_shape((wide,), 0, 0, 1) == (wide, 1)
+    small, deep = reversed(decode_tiles(torch.bfloat16, 64, 1, False))
+    assert (small.num_stages, deep.num_stages) == (3, 4)
+    # One wave of small ones holds 128 and 528 programs.
+    assert decode_shape((deep, small), 128, 1 << 15, processors) == (small, 4)
+    assert decode_shape((deep, small), 528, 1 << 15, processors) == (small, 1)
+    assert decode_shape((deep, small), 1024, 4096, processors) == (deep, 1)
