@@ -17,7 +17,7 @@ from attnbackend.backends.cascade import (
     takes_cascade,
     use_cascade,
 )
-from attnbackend.backends.host_lengths import BatchFacts
+from attnbackend.backends.host_lengths import BatchFacts, with_host_lengths
 from attnbackend.backends.standard import FullFeaturedBackend, PagedKernelImpl, kernel_features
 from attnbackend.backends.widened import FLOAT8, WidenedBuilder, WidenedPlan, widened_cache, widened_params
 from attnbackend.impl import AttentionParams, OptionalTensors
@@ -82,7 +82,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             cascade = self._planner.split(common_prefix_len, common_attn_metadata)
         widened = None
         if cascade is None and self._may_copy(common_attn_metadata):
-            widened = self._copies.build(0, common_attn_metadata, fast_build)
+            common = common_attn_metadata
+            known = common if self.limits is not None else with_host_lengths(common)
+            widened = self._copies.build(0, known, fast_build)
         return TritonMetadata(
             common=common_attn_metadata, is_decode=is_decode, cascade=cascade, widened=widened
         )

@@ -158,7 +158,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         read = 2 * int(keys.sum()) * p.num_kv_heads * p.head_size * item
         flops = 4 * int((np.diff(starts.numpy()) * keys).sum()) * p.num_heads * p.head_size
         took_us = read / _READ_IN_US + flops / _FLOPS_IN_US
-        return took_us < _MIXED_US and self._scheduling_provider(common) is not None
+        return took_us < _MIXED_US and self._scheduler_now() is not None
 
     def _bounds(self, common: CommonAttentionMetadata) -> Bounds:
         p = self.params
@@ -190,6 +190,10 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
     def _scheduling_provider(self, common: CommonAttentionMetadata) -> Provider | None:
         if self.limits is None or common.seq_lens.shape[0] > _SCHEDULE_ROWS:
             return None
+        return self._scheduler_now()
+
+    def _scheduler_now(self) -> Provider | None:
+        """What serves the layers, if it is version 3."""
         chosen = choices_now()
         if self._chosen != chosen:
             self._chosen, self._scheduler = chosen, self._first_provider()
