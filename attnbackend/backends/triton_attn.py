@@ -75,23 +75,24 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TritonMetadata:  # fmt: skip
-        has_cache = not self.params.attn_type.keeps_no_cache
-        is_decode = has_cache and common_attn_metadata.max_query_len <= 1
-        cascade = None
-        if common_prefix_len and not fast_build and self._cuts(common_prefix_len, common_attn_metadata):
-            cascade = self._planner.split(common_prefix_len, common_attn_metadata)
-        widened = None
-        if cascade is None and self._may_copy(common_attn_metadata):
-            common = common_attn_metadata
-            known = common if self.limits is not None else with_host_lengths(common)
-            widened = self._copies.build(0, known, fast_build)
-        return TritonMetadata(
-            common=common_attn_metadata, is_decode=is_decode, cascade=cascade, widened=widened
-        )
+        plan, common = self._plan(common_prefix_len, common_attn_metadata, fast_build), common_attn_metadata
+        if plan.is_decode or plan.cascade is not None or not self._may_copy(common):
+            return plan
+        known = with_host_lengths(common) if self.limits is None else common
+        return replace(plan, widened=self._copies.build(0, known, fast_build))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> TritonMetadata:
         """Without copies, which would be as large as any."""
-        return replace(self.build(0, common_attn_metadata), widened=None)
+        return self._plan(0, common_attn_metadata, False)
+
+    def _plan(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool
+    ) -> TritonMetadata:  # fmt: skip
+        is_decode = not self.params.attn_type.keeps_no_cache and common.max_query_len <= 1
+        cascade = None
+        if common_prefix_len and not fast_build and self._cuts(common_prefix_len, common):
+            cascade = self._planner.split(common_prefix_len, common)
+        return TritonMetadata(common=common, is_decode=is_decode, cascade=cascade)
 
     @cached_property
     def _copies(self) -> WidenedBuilder:
@@ -99,13 +100,14 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def _may_copy(self, batch: CommonAttentionMetadata) -> bool:
         """Whether the kernel for Hopper, which reads no float8, would serve a copy."""
+        if self.params.kv_cache_dtype not in FLOAT8:
+            return False
         from attnbackend.kernels.triton.mla_hopper_launch import device_problem
         from attnbackend.kernels.triton.paged_hopper_launch import KEYS, MIN_TOKENS
 
         p = self.params
         return (
-            p.kv_cache_dtype in FLOAT8
-            and self._is_plain()
+            self._is_plain()
             and p.head_size in KEYS
             and p.dtype.itemsize == 2
             and batch.num_actual_tokens >= MIN_TOKENS * batch.seq_lens.shape[0]
