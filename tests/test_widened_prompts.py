@@ -239,6 +239,37 @@ def test_without_lengths_on_the_host_there_is_no_copy() -> None:
     assert builder_of()._prefill.build(0, batch_of([2000], [2000], seq_lens_cpu=None), False) is None
 
 
+def test_copies_on_which_the_decode_backend_leads_are_its(copies: list[Any]) -> None:
+    read: list[torch.dtype] = []
+
+    class LeadsImpl(TorchSDPAImpl):
+        def attend(self, query: Any, key: Any, value: Any, kv_cache: Any, *others: Any) -> None:
+            read.append(kv_cache.dtype)
+            super().attend(query, key, value, kv_cache, *others)
+
+    class LeadsBuilder(TorchSDPABackend.get_builder_cls()):  # type: ignore[misc]
+        def leads_on_prompts(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+            return self.params.kv_cache_dtype == "auto" and common_attn_metadata.num_reqs > 1
+
+    leads = make_backend("LEADS", impl=LeadsImpl, builder=LeadsBuilder)
+    params = params_of(dtype=torch.float32)
+    cache = torch.randn(1024, 2, 16, 2, 64, device=DEVICE).to(torch.float8_e4m3fn)
+    for queries in ([40], [40, 3]):
+        batch, query = batch_of(queries, queries), torch.randn(sum(queries), 4, 64, device=DEVICE)
+        found = []
+        for backend in (compose(prefill=NoFloat8, decode=leads), resolve_backend(NAME)):
+            plan = backend.get_builder_cls()(params, spec_of(params), None, torch.device(DEVICE)).build(
+                0, batch
+            )
+            found.append(torch.full_like(query, torch.nan))
+            backend.get_impl_cls()(params).forward(
+                query, None, None, cache, plan, found[-1], OptionalTensors()
+            )
+        assert torch.equal(*found)
+    assert [plan.part for plan in copies] == [0, 0, 1, 0]
+    assert read == [torch.float32]
+
+
 def test_a_row_without_pages_has_pages_of_the_copy(copies: list[Any]) -> None:
     """No row of the copy's table points outside of it."""
     plan = builder_of().build(0, batch_of([1, 200, 0, 7, 0], [77, 300, 5, 7, 0])).phases.prefill

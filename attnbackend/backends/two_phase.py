@@ -13,7 +13,6 @@ import math
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -107,7 +106,7 @@ class TwoPhaseMetadataBuilder(AttentionMetadataBuilder[TwoPhaseMetadata]):
         prefill, decode = self.parts
         self._widens = widens(prefill, params.kv_cache_dtype)
         self._prefill: Any = (
-            WidenedBuilder(prefill, params, limits, device) if self._widens
+            WidenedBuilder(self.parts, params, limits, device) if self._widens
             else prefill.get_builder_cls()(params, kv_cache_spec, limits, device)
         )  # fmt: skip
         self._decode = decode.get_builder_cls()(params, kv_cache_spec, limits, device)
@@ -191,12 +190,14 @@ class TwoPhaseImpl(AttentionImpl):
     def __init__(self, params: AttentionParams) -> None:
         super().__init__(params)
         self._impls = tuple(_dense_impl(part)(params) for part in self.parts)
+        self._widened: dict[int, AttentionImpl] = {}
         self._may_overlap = all(impl.keeps_to_its_stream for impl in self._impls)
 
-    @cached_property
-    def _widened(self) -> AttentionImpl:
-        """The prompt backend's, over copies."""
-        return _dense_impl(self.parts[0])(widened_params(self.params))
+    def _over_copies(self, part: int) -> AttentionImpl:
+        """A part's, over copies."""
+        if part not in self._widened:
+            self._widened[part] = _dense_impl(self.parts[part])(widened_params(self.params))
+        return self._widened[part]
 
     def forward(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
@@ -234,8 +235,9 @@ class TwoPhaseImpl(AttentionImpl):
         if isinstance(plan, WidenedPlan):
             own = tensors._replace(k_scale=None, v_scale=None)
             copy = widened_cache(kv_cache, plan, self.params.dtype, tensors)
+            part = plan.part
             with lessons(None, None):  # What a library does with the copy is not all that is done.
-                self._widened.forward(query, None, None, copy, plan.plan, output, own)
+                self._over_copies(part).forward(query, None, None, copy, plan.plan, output, own)
         else:
             self._impls[part].forward(query, key, value, kv_cache, plan, output, tensors)
         if tensors.lse is not None and self.parts[part].lse_base is LSEBase.TWO:

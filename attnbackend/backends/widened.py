@@ -34,12 +34,15 @@ _FIXED_KEYS = 3072
 
 def widens(prefill: type[AttentionBackend], kv_cache_dtype: str) -> bool:
     """Whether a prompt backend is given such a cache widened, since it reads none of its type."""
+    is_unread = kv_cache_dtype in FLOAT8 and not prefill.supports_kv_cache_dtype(kv_cache_dtype)
+    return is_unread and _reads_copies(prefill)
+
+
+def _reads_copies(backend: type[AttentionBackend]) -> bool:
     return (
-        kv_cache_dtype in FLOAT8
-        and not prefill.supports_kv_cache_dtype(kv_cache_dtype)
-        and prefill.supports_kv_cache_dtype("auto")
-        and prefill.supports_block_size(PAGE)
-        and prefill.get_kv_cache_shape(7, PAGE, 3, 64) == (7, 2, PAGE, 3, 64)
+        backend.supports_kv_cache_dtype("auto")
+        and backend.supports_block_size(PAGE)
+        and backend.get_kv_cache_shape(7, PAGE, 3, 64) == (7, 2, PAGE, 3, 64)
     )
 
 
@@ -50,9 +53,11 @@ def widened_params(params: AttentionParams) -> AttentionParams:
 
 @dataclass(frozen=True, kw_only=True)
 class WidenedPlan:
-    """The prompt backend's plan over a copy, and where its pages come from."""
+    """A plan over a copy, and where its pages come from."""
 
     plan: Any
+    part: int
+    """Whose plan: 0 is the prompt backend, 1 the decode backend, on batches of prompts on which it leads."""
     source: CommonAttentionMetadata
     page_rows: Tensor
     """int32 [P], whose keys a page of the copy holds."""
@@ -64,11 +69,14 @@ class WidenedBuilder:
     """Plans prompts over a copy of their keys, where that pays and takes no more than `widened_bytes`."""
 
     def __init__(
-        self, prefill: type[AttentionBackend], params: AttentionParams, limits: BatchLimits | None,
+        self, parts: tuple[type[AttentionBackend], ...], params: AttentionParams, limits: BatchLimits | None,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self._params, self._device = widened_params(params), device
-        self._builder = prefill.get_builder_cls()(self._params, spec_of(self._params), limits, device)
+        own = self._params = widened_params(params)
+        self._device = device
+        self._builders = [
+            part.get_builder_cls()(own, spec_of(own), limits, device) for part in parts if _reads_copies(part)
+        ]
 
     def build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool
@@ -86,8 +94,9 @@ class WidenedBuilder:
             return None
         table, rows, first_keys = self._place(pages)
         own = common.replace(block_table=table)
-        plan = self._builder.build(common_prefix_len, own, fast_build)
-        return WidenedPlan(plan=plan, source=common, page_rows=rows, page_keys=first_keys)
+        part = int(any(builder.leads_on_prompts(own) for builder in self._builders[1:]))
+        plan = self._builders[part].build(common_prefix_len, own, fast_build)
+        return WidenedPlan(plan=plan, part=part, source=common, page_rows=rows, page_keys=first_keys)
 
     def _pays(self, queries: Any, keys: Any) -> bool:
         """Whether enough queries see each key: what is won grows with both, the copy with the keys alone."""
