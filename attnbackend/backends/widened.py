@@ -1,7 +1,8 @@
 """Float8 caches for prompt backends that read none: pages of a step's prompts, widened to the query's type.
 
 A copy is made for each layer in turn, of all keys of the requests that bring prompts, in pages of its own. It
-costs 3 bytes of memory traffic an element; decode, which reads each key once, is never served so.
+costs 3 bytes of memory traffic an element; decode, which reads each key once, is never served so. The decode
+backend reads the copy, too, of prompts on which it leads.
 
 Shape legend: R rows, W table width, P pages of the copy, S block_size, K key-value heads, D head size.
 """
