@@ -148,7 +148,7 @@ def test_steps_are_short_for_short_requests() -> None:
 
 
 def test_programs_share_a_multiprocessor_for_short_heads_and_requests() -> None:
-    assert [hopper.shape_of(64, longest) is hopper.ALONE for longest in (1024, 1025)] == [True, False]
+    assert [hopper.shape_of(64, longest) for longest in (4096, 4097)] == [hopper.ALONE, hopper.LONG]
     assert all(hopper.shape_of(size, 512).programs == 1 for size in (128, 256))
 
 
@@ -183,7 +183,7 @@ query, ints = torch.empty(8192, 16, 64, dtype=torch.bfloat16), torch.zeros(17, 1
 keys, values = torch.empty(2, 9, 16, 16, 64, dtype=torch.bfloat16)
 tensors = query, keys, values, query, ints[0], ints[0, 1:], ints[1:]
 call = prepare("test", *tensors, 0.125, True, None, None, 0.0, *[None] * 9)
-for longest in (512, 4096):
+for longest in (512, 8192):
     hopper.launch_hopper(call, NO_OWN_TOKENS, longest)
 """
 
@@ -227,6 +227,12 @@ PLAIN: dict[str, Any] = {
         ([(1024, 1024)] * 4, {"kv_cache_dtype": "fp8_e4m3"}, False),
         ([(1024, 1024)] * 4, {"dtype": F32}, False),
         ([(1024, 1024)] * 4, {"head_size": 96}, False),
+        ([(4096, 4096)] * 2, {"head_size": 64}, True),
+        ([(4096, 4096), (4095, 4095)], {"head_size": 64}, False),
+        ([(8192, 8192)], {"head_size": 64}, False),
+        ([(8192, 8192)], {"head_size": 64, "clean_pages": True}, True),
+        ([(8193, 8193)], {"head_size": 64, "clean_pages": True}, False),
+        ([(2048, 2048)] * 3, {"clean_pages": True}, False),
     ],
 )
 def test_triton_leads_on_many_short_prompts_without_context(
@@ -269,7 +275,7 @@ def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     [
         {}, {"layout": "HND"}, {"layout": "layers interleaved"}, {"dtype": F16}, {"block_size": 48},
         {"block_size": 64}, {"block_size": 256}, {"dim": 64, "kv_heads": 8},
-        {"dim": 64, "heads": 5, "kv_heads": 1}, {"dim": 64, "rows": [*ROWS, (300, 1500)]},
+        {"dim": 64, "heads": 5, "kv_heads": 1}, {"dim": 64, "rows": [*ROWS, (300, 4500)]},
         {"dim": 256, "kv_heads": 1}, {"heads": 14, "kv_heads": 2}, {"heads": 32, "kv_heads": 1},
     ],
     ids=str,

@@ -132,7 +132,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return (
             self._is_plain()
             and resolve_kv_cache_dtype(p.kv_cache_dtype, p.dtype) is p.dtype
-            and is_ahead(tokens, rows, batch.max_seq_len, p.head_size, p.dtype, self.device)
+            and is_ahead(
+                tokens, rows, batch.max_seq_len, p.head_size, p.dtype, self.device, on_pages=p.clean_pages
+            )
             and BatchFacts.of(batch, causal=True).are_new_sequences
         )
 

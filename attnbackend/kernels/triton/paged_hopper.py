@@ -138,7 +138,7 @@ def attend_steps(
 
 
 @gluon.jit
-def attend(parts: gl.tuple, G: gl.constexpr, PART: gl.constexpr) -> None:
+def attend(parts: gl.tuple, G: gl.constexpr, PART: gl.constexpr, HOLDS: gl.constexpr) -> None:
     """A group that computes: rows of each tile from PART * M on."""
     queries, out_desc, buffers, barriers, q_barriers, board, results, scale = parts
     rooms, keys, values, out_rooms = buffers
@@ -146,7 +146,7 @@ def attend(parts: gl.tuple, G: gl.constexpr, PART: gl.constexpr) -> None:
     N: gl.constexpr = keys.shape[1]
     D: gl.constexpr = keys.shape[2]
     # One place alone: with two by turns, ptxas 12.8 used descriptors that it had set in a loop it skipped.
-    query = rooms.index(PART)
+    room = rooms.index(PART)
     VALUE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     done, turn, tiles = 0, 0, 0
     rows, kv_head, place = hear(board, turn)
@@ -155,9 +155,17 @@ def attend(parts: gl.tuple, G: gl.constexpr, PART: gl.constexpr) -> None:
         if top >= 0:
             if q_desc is None:
                 sync_group()  # The output of the tile before was read from there.
-                copy_queries(query, (q_ptr, q_token, q_head), place, kv_head, G, PART)
+                copy_queries(room, (q_ptr, q_token, q_head), place, kv_head, G, PART)
             else:
                 mbarrier.wait(q_barriers[0], tiles & 1)
+            if HOLDS:
+                query = room.load(
+                    gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]), 2)
+                )
+                if q_desc is not None:
+                    release(q_barriers[1])
+            else:
+                query = room
             weights, row_max, row_sum = start_tile(query, keys, values, barriers, place, done, scale, G, PART)
             end_key, all_see = key_limits(place, G, PART, N)
             masked = gl.minimum(gl.maximum(top + 1 - all_see // N, 1), top + 1)
@@ -170,8 +178,9 @@ def attend(parts: gl.tuple, G: gl.constexpr, PART: gl.constexpr) -> None:
                 acc, weights, row_max, row_sum, query, keys, values, barriers, done, masked, top + 1, top,
                 end_key, scale, False,
             )  # fmt: skip
-            if q_desc is not None:
-                release(q_barriers[1])
+            if not HOLDS:  # noqa: SIM102 (Triton wants them apart)
+                if q_desc is not None:
+                    release(q_barriers[1])
             acc = add_values(acc, weights, values, barriers, done + top)
             done += top + 1
             tiles += 1
@@ -344,6 +353,7 @@ def paged_hopper_kernel(
     STAGES: gl.constexpr,
     LAYOUT: gl.constexpr,
     GROUPS: gl.constexpr,
+    HOLDS: gl.constexpr,
     ATTEND_REGS: gl.constexpr,
     COPY_REGS: gl.constexpr,
 ) -> None:
@@ -377,13 +387,18 @@ def paged_hopper_kernel(
         (k_block, k_row, k_column, v_block, v_row, v_column),
     )  # fmt: skip
     if GROUPS == 1:
-        gl.warp_specialize([(attend, (of_group, G, 0)), (copy_tiles, (of_copy, G, S))], [1], [COPY_REGS])
+        gl.warp_specialize(
+            [(attend, (of_group, G, 0, HOLDS)), (copy_tiles, (of_copy, G, S))], [1], [COPY_REGS]
+        )
     else:
         gl.warp_specialize(
-            [(attend, (of_group, G, 0)), (attend, (of_group, G, 1)), (copy_tiles, (of_copy, G, S))],
+            [
+                (attend, (of_group, G, 0, HOLDS)), (attend, (of_group, G, 1, HOLDS)),
+                (copy_tiles, (of_copy, G, S)),
+            ],
             [4, 1],
             [ATTEND_REGS, COPY_REGS],
-        )
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -23,11 +23,15 @@ GROUP_ROWS = 64
 """Of a group of warps: query tokens times query heads of one kv head."""
 MIN_TOKENS = 128
 """Fewest tokens a request, in the mean, whose tiles are not mostly empty."""
-_AHEAD_TOKENS, _AHEAD_KEYS, _AHEAD_REQUESTS = 4096, 2048, 4
-"""Of prompts that take less time than with FlashAttention 3: fewest tokens, with which a layer takes longer
-than its launch on the host; keys of the longest; and how many as long the tokens would make, so that all
-programs get some."""
-_HELD_KEYS = {64: 256, 128: 256, 256: 128}
+_AHEAD_TOKENS = 4096
+"""Fewest tokens of prompts that take less time than with FlashAttention 3: with them a layer takes longer
+than its launch on the host."""
+_AHEAD = {64: (4096, 2), 128: (2048, 4), 256: (2048, 4)}
+"""Head size -> keys of their longest at most, and how many as long the tokens would make at least, so that
+all programs get some."""
+_AHEAD_ON_PAGES = {64: (8192, 1)}
+"""As `_AHEAD`, where FlashAttention 3 would read pages, too."""
+_HELD_KEYS = {128: 256, 256: 128}
 """Head size -> keys of all steps that are held."""
 _EARLY_SIZES = (64, 128)
 """Head sizes that leave room for a tile's queries beside the output of the tile before."""
@@ -46,6 +50,8 @@ class Shape(NamedTuple):
     """Of warps that compute, each rows of its own of a tile."""
     programs: int = 1
     """That share a multiprocessor."""
+    holds_queries: bool = False
+    """In registers, not in shared memory."""
     attend_registers: int = 232
     """Of a thread of the second group that computes; what is left is the first's: as much."""
     copy_registers: int = 40
@@ -54,7 +60,11 @@ class Shape(NamedTuple):
 
 
 ALONE = Shape(64, 3, groups=1, programs=3, copy_registers=24, registers=80)
-"""For tiles of few steps: three programs hide each other's first and last. Measured on an H200."""
+"""For heads of 64 and tiles of not too many steps: programs hide each other's first and last."""
+LONG = Shape(128, 3, holds_queries=True)
+"""For heads of 64 and more steps: programs of one group would read keys twice as often."""
+ALONE_KEYS = 4096
+"""Keys of a request up to which `ALONE` takes less time than `LONG`. Measured on an H200."""
 
 
 class Matrix(NamedTuple):
@@ -134,12 +144,15 @@ def problem(launch: Launch, num_splits: int | None) -> str | None:
 
 
 def is_ahead(
-    tokens: int, rows: int, longest: int, head_size: int, dtype: torch.dtype, device: torch.device
-) -> bool:
+    tokens: int, rows: int, longest: int, head_size: int, dtype: torch.dtype, device: torch.device,
+    on_pages: bool = False,
+) -> bool:  # fmt: skip
     """Whether prompts without context take less time than FlashAttention 3 does, on an H200."""
-    is_served = head_size in KEYS and dtype.itemsize == 2 and tokens >= MIN_TOKENS * rows
-    is_enough = tokens >= max(_AHEAD_TOKENS, _AHEAD_REQUESTS * longest)
-    return is_served and is_enough and longest <= _AHEAD_KEYS and device_problem(device) is None
+    if head_size not in KEYS or dtype.itemsize != 2 or tokens < MIN_TOKENS * rows:
+        return False
+    most, requests = (_AHEAD | _AHEAD_ON_PAGES if on_pages else _AHEAD)[head_size]
+    is_enough = tokens >= max(_AHEAD_TOKENS, requests * longest)
+    return is_enough and longest <= most and device_problem(device) is None
 
 
 @lru_cache(maxsize=64)
@@ -188,8 +201,8 @@ def keys_of_step(size: int, longest: int) -> int:
 
 def shape_of(size: int, longest: int) -> Shape:
     """From the head size and a bound of the keys of a request."""
-    if size == 64 and longest <= SHORT:
-        return ALONE
+    if size == 64:
+        return ALONE if longest <= ALONE_KEYS else LONG
     keys = keys_of_step(size, longest)
     return Shape(keys, _HELD_KEYS[size] // keys)
 
@@ -216,6 +229,6 @@ def launch_hopper(launch: Launch, own: OwnTokens, longest: int) -> None:
         *((0, 0) if lse is None else lse.stride()),
         table.stride(0), *sides.key[3:], *sides.value[3:], *columns, launch.tokens, launch.rows,
         tiles, launch.kv_heads, G=group, S=block_size, D=size, N=shape.keys, STAGES=shape.stages,
-        LAYOUT=_layout(query.dtype, shape.keys, size), GROUPS=shape.groups,
+        LAYOUT=_layout(query.dtype, shape.keys, size), GROUPS=shape.groups, HOLDS=shape.holds_queries,
         ATTEND_REGS=shape.attend_registers, COPY_REGS=shape.copy_registers, num_warps=4, **limit,
     )  # fmt: skip
