@@ -96,7 +96,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     @cached_property
     def _copies(self) -> WidenedBuilder:
-        return WidenedBuilder(TritonAttentionBackend, self.params, self.limits, self.device)
+        return WidenedBuilder((TritonAttentionBackend,), self.params, self.limits, self.device)
 
     def _may_copy(self, batch: CommonAttentionMetadata) -> bool:
         """Whether the kernel for Hopper, which reads no float8, would serve a copy."""

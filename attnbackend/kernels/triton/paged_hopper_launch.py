@@ -26,7 +26,7 @@ MIN_TOKENS = 128
 _AHEAD_TOKENS = 4096
 """Fewest tokens of prompts that take less time than with FlashAttention 3: with them a layer takes longer
 than its launch on the host."""
-_AHEAD = {64: (4096, 2), 128: (2048, 4), 256: (2048, 4)}
+_AHEAD = {64: (4096, 1), 128: (2048, 4), 256: (2048, 4)}
 """Head size -> keys of their longest at most, and how many as long the tokens would make at least, so that
 all programs get some."""
 _AHEAD_ON_PAGES = {64: (8192, 1)}
