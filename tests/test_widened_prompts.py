@@ -407,23 +407,3 @@ def test_triton_attn_copies_where_its_kernel_for_hopper_serves(
     plan = builder.build(0, batch).widened
     assert (0 if plan is None else len(plan.page_rows)) == pages
     assert builder.build_for_cudagraph_capture(batch).widened is None
-
-
-@pytest.mark.parametrize(
-    ("queries", "lens", "leads"),
-    [
-        ([512] * 16, [512] * 16, True),
-        ([2048] * 2, [4096] * 2, True),
-        ([4096], [4096], False),
-        ([1024] * 3, [1024] * 3, False),
-        ([2048] * 2, [2048, 8193], False),
-    ],
-)
-def test_triton_attn_leads_on_several_prompts_that_are_copied(
-    queries: list[int], lens: list[int], leads: bool, on_hopper: None
-) -> None:
-    params = params_of()
-    builder: Any = resolve_backend("TRITON_ATTN").get_builder_cls()(
-        params, spec_of(params), None, torch.device(DEVICE)
-    )
-    assert builder.leads_on_prompts(batch_of(queries, lens)) is leads

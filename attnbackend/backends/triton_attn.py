@@ -37,9 +37,6 @@ __all__ = [
     "TritonMetadataBuilder",
 ]
 
-_AHEAD_TOKENS, _AHEAD_KEYS = 4096, 8192
-"""Of prompts over float8 caches that take less time than with FlashAttention 3: fewest tokens, with which a
-layer takes longer than its launch on the host, and keys of the longest."""
 _FEW_TOKENS = 16
 """Of a request, in the mean: with as many, prompts are cut into tiles of their own."""
 
@@ -120,15 +117,11 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return p.causal and not (p.sliding_window or p.attention_chunk_size or p.logits_soft_cap)
 
     def leads_on_prompts(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """On many short ones without context, on Hopper, and on longer ones that both read widened: measured
-        against FlashAttention 3."""
+        """On many short ones without context, on Hopper: measured against FlashAttention 3."""
         from attnbackend.kernels.triton.paged_hopper_launch import is_ahead
 
         p, batch = self.params, common_attn_metadata
         tokens, rows = batch.num_actual_tokens, batch.seq_lens.shape[0]
-        if p.kv_cache_dtype in FLOAT8:
-            many = tokens >= max(_AHEAD_TOKENS, 2 * batch.max_query_len)
-            return many and batch.max_seq_len <= _AHEAD_KEYS and self._may_copy(batch)
         return (
             self._is_plain()
             and resolve_kv_cache_dtype(p.kv_cache_dtype, p.dtype) is p.dtype
