@@ -13,7 +13,13 @@ _REPOSITORY = Path(__file__).resolve().parent.parent
 _PAGE = (_REPOSITORY / "docs" / "attention-h200.md").read_text()
 
 
-@pytest.mark.parametrize(("table", "file"), [("main", "attention_h200"), ("short", "attention_short_h200")])
+@pytest.mark.parametrize(
+    ("table", "file"),
+    [
+        ("main", "attention_h200"), ("short", "attention_short_h200"), ("grid", "attention_grid_h200"),
+        ("below", "attention_grid_h200"),
+    ],
+)  # fmt: skip
 def test_page_has_the_table_of_its_file(table: str, file: str) -> None:
     results = json.loads((_REPOSITORY / "benchmarks" / "results" / f"{file}.json").read_text())["points"]
     header, *rows = TABLES[table](results)
