@@ -340,8 +340,8 @@ ONE = (4200,), (0,)
 def test_prompts_are_served_over_copies(
     name: str, shape: tuple[int, ...], lens: Any, copies: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More tokens and keys than a tile holds, and decodes beside them on a second stream. On Hopper the decode
-    backend reads the copies of several new prompts, and of one of heads of 64.
+    """More tokens and keys than a tile holds, and decodes beside them on a second stream. On Hopper the
+    decode backend reads the copies of several new prompts, and of one of heads of 64.
     """
     monkeypatch.setattr("attnbackend.backends.two_phase._BESIDE_BYTES", 0)
     pair = "FLASH_ATTN+TRITON_ATTN"
