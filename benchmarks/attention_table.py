@@ -99,25 +99,28 @@ def _keys_of_decode(result: Result) -> int:
     return int(found[1]) * int(found[2]) if found else 0
 
 
-def below_table(results: Sequence[Result]) -> list[str]:
-    """The points where the automatic choice has less than `ENOUGH` of the best peer's speed."""
+def below_table(results: Sequence[Result], again: Sequence[Result] = ()) -> list[str]:
+    """The points where the automatic choice has less than `ENOUGH` of the best peer's speed, and its speed
+    there in another run."""
+    others = {result["point"]: f"{_speed(result):.3f}" for result in again}
     rows = []
     for result in sorted(results, key=_speed):
         if (speed := _speed(result)) < ENOUGH:
             parts, us, peer = _parts(result), result["graph_us"], result["best_peer"]
             where = (parts[name] for name in ("work", "heads", "page", "cache"))
-            rows.append([*where, f"{us[PAIR]:.1f}", f"{us[peer]:.1f} ({_TITLES[peer]})", f"{speed:.3f}"])
-    return _table(["work", "heads", "page", "cache", "automatic", "best peer", "speed"], rows)
+            times = f"{us[PAIR]:.1f}", f"{us[peer]:.1f} ({_TITLES[peer]})", f"{speed:.3f}"
+            rows.append([*where, *times, others.get(result["point"], "-")])
+    return _table(["work", "heads", "page", "cache", "automatic", "best peer", "speed", "in 25 rounds"], rows)
 
 
-TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
+TABLES: dict[str, Callable[..., list[str]]] = {
     "main": main_table, "short": short_table, "grid": grid_table, "below": below_table,
 }  # fmt: skip
 
 
 def main() -> None:
-    name, file = sys.argv[1:]
-    header, *rows = TABLES[name](json.loads(Path(file).read_text())["points"])
+    name, *files = sys.argv[1:]
+    header, *rows = TABLES[name](*(json.loads(Path(file).read_text())["points"] for file in files))
     print(header, "|" + "---|" * (header.count("|") - 1), *rows, sep="\n")
 
 

@@ -14,15 +14,16 @@ _PAGE = (_REPOSITORY / "docs" / "attention-h200.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("table", "file"),
+    ("table", "files"),
     [
-        ("main", "attention_h200"), ("short", "attention_short_h200"), ("grid", "attention_grid_h200"),
-        ("below", "attention_grid_h200"),
+        ("main", ["h200"]), ("short", ["short_h200"]), ("grid", ["grid_h200"]),
+        ("below", ["grid_h200", "repeat_h200"]),
     ],
 )  # fmt: skip
-def test_page_has_the_table_of_its_file(table: str, file: str) -> None:
-    results = json.loads((_REPOSITORY / "benchmarks" / "results" / f"{file}.json").read_text())["points"]
-    header, *rows = TABLES[table](results)
+def test_page_has_the_table_of_its_files(table: str, files: list[str]) -> None:
+    folder = _REPOSITORY / "benchmarks" / "results"
+    results = (json.loads((folder / f"attention_{file}.json").read_text())["points"] for file in files)
+    header, *rows = TABLES[table](*results)
     assert "\n".join([header, "|" + "---|" * (header.count("|") - 1), *rows]) + "\n\n" in _PAGE
 
 
@@ -49,6 +50,7 @@ def test_grid_is_summed_up_by_kind() -> None:
 
 
 def test_slower_points_are_listed_with_the_peer_that_is_faster() -> None:
-    assert below_table(_RESULTS)[1:] == [
-        "| prefill 16x512 | 32/8x128 | 16 | bfloat16 | 10.0 | 5.0 (cuDNN) | 0.500 |"
-    ]
+    row = "| prefill 16x512 | 32/8x128 | 16 | bfloat16 | 10.0 | 5.0 (cuDNN) | 0.500 |"
+    assert below_table(_RESULTS)[1:] == [f"{row} - |"]
+    again = _result(str(_RESULTS[2]["point"]), 10.0, 1.0, 8.0, 9.0)
+    assert below_table(_RESULTS, [again])[1:] == [f"{row} 0.800 |"]
