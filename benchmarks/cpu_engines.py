@@ -33,7 +33,8 @@ _VLLM = {
     "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
 }  # fmt: skip
 
-
+_PAUSE_S = 0.3
+"""Before a turn: idle threads of the side before, as of vLLM's OpenMP, may spin for another 0.2 s."""
 _CLOCKS = ("", " (processor)")
 
 
@@ -159,6 +160,7 @@ def _round(
     """Tokens a second of each side; every second round goes the other way."""
     rates: dict[str, dict[str, float]] = {}
     for side in sides[:: -1 if n % 2 else 1]:
+        time.sleep(_PAUSE_S)
         steps = side.run(batch, context, new_tokens)
         prefill, decode = steps[: 1 - new_tokens], steps[1 - new_tokens :]
         rates[side.name] = {}
