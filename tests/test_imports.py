@@ -49,6 +49,17 @@ def test_no_backend_is_imported_before_it_is_wanted(modules):
     assert [m for m in contract if m.startswith("attnbackend.backends.")] == []
 
 
+def test_backends_are_found_where_torch_alone_is_installed():
+    """Lengths on the host want numpy, an extra of serving; the classes do not."""
+    code = (
+        "import sys\nsys.modules['numpy'] = None\nimport torch, attnbackend\n"
+        "from attnbackend.registry import is_implemented, resolve_backend\n"
+        "names = [*filter(is_implemented, attnbackend.backend_names()), 'FLASH_ATTN+TRITON_ATTN']\n"
+        "for name in names: resolve_backend(name)\nprint(len(names))"
+    )
+    assert int(run(code).stdout) > 10
+
+
 def test_the_package_imports_within_a_second_of_torch():
     """Measured at 25 to 75 ms; the bound only catches an accidental heavy import."""
     errors = run("import torch, attnbackend", "-X", "importtime").stderr

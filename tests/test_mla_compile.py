@@ -1,32 +1,20 @@
 """Latent attention compiles for a Hopper GPU where products are in float64 and rows are stored narrow.
 
 Triton 3.6 lays a product out for the width its values had in memory, and failed where it saw through the
-conversion. It needs no GPU to compile; a process of its own, because tests of kernels interpret them.
+conversion. It needs no GPU to compile.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from hopper_compiler import run_for_hopper
 
 pytest.importorskip("triton")
 
 COMPILE = """
-import torch, triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-
-class Hopper:
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=None): return 0
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_active_torch_device(self): return torch.device("cpu")
-
-driver.set_active(Hopper())
+import triton.language as tl
 from attnbackend.kernels.triton.config import padded_size
 from attnbackend.kernels.triton.mla_config import mla_tile
 from attnbackend.kernels.triton.mla_decode import mla_decode_kernel
@@ -46,11 +34,6 @@ for stored in (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.flo
 
 
 def test_float32_queries_over_narrower_rows(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) == 5
+    lines = run_for_hopper(COMPILE, tmp_path)
+    assert len(lines) == 5
     assert len(list(tmp_path.glob("*/*.cubin"))) == 5

@@ -5,9 +5,6 @@ Legend: T tokens, H query heads, D head size, S block size.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hopper_compiler import run_for_hopper
 from paged_batches import (  # noqa: F401 (pytestmark)
     BF16,
     CUDA,
@@ -153,17 +151,6 @@ def test_programs_share_a_multiprocessor_for_short_heads_and_requests() -> None:
 
 
 COMPILE = """
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-
-class Hopper:
-    def get_current_device(self): return 0
-    def get_current_stream(self, device=None): return 0
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_active_torch_device(self): return torch.device("cpu")
-
-driver.set_active(Hopper())
 from attnbackend.kernels.triton import checks, paged_hopper, paged_hopper_launch as hopper
 from attnbackend.kernels.triton.launch import NO_OWN_TOKENS, prepare
 
@@ -189,14 +176,8 @@ for longest in (512, 8192):
 
 
 def test_three_programs_fit_on_a_multiprocessor(tmp_path: Path) -> None:
-    """Compiled without a GPU, in a process of its own, because tests of kernels interpret them."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    short, long = ([int(x) for x in line.split()] for line in run.stdout.splitlines())
+    lines = run_for_hopper(COMPILE, tmp_path)
+    short, long = ([int(x) for x in line.split()] for line in lines)
     assert short[0] == 3 * 132
     assert 3 * (short[1] + 1024) <= 228 * 1024
     assert short[2] == 1

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,6 +82,8 @@ class WidenedBuilder:
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool
     ) -> WidenedPlan | None:
         """None where there is no copy to be made."""
+        import numpy as np
+
         starts, lens = common.query_start_loc_cpu, common.seq_lens_cpu
         if starts is None or lens is None or self._params.attn_type.keeps_no_cache:
             return None
@@ -101,6 +102,8 @@ class WidenedBuilder:
 
     def _pays(self, queries: Any, keys: Any) -> bool:
         """Whether enough queries see each key: what is won grows with both, the copy with the keys alone."""
+        import numpy as np
+
         p = self._params
         reach = p.sliding_window or p.attention_chunk_size
         seen = keys if reach is None else np.minimum(keys, queries + reach)
@@ -109,6 +112,8 @@ class WidenedBuilder:
 
     def _place(self, pages: Any) -> tuple[Tensor, ...]:
         """The copy's block table, and row and first key of each page; on their way to the device."""
+        import numpy as np
+
         total, begins = int(pages.sum()), pages.cumsum() - pages
         # What is behind a row's last page is not read, but is a page.
         table = np.minimum(begins[:, None] + np.arange(max(1, pages.max())), max(0, total - 1))

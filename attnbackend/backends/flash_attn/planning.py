@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -153,10 +152,10 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         starts, lens = common.query_start_loc_cpu, common.seq_lens_cpu
         if starts is None or lens is None or p.num_heads < _MIXED_GROUP * p.num_kv_heads:
             return False
-        keys = lens.numpy().astype(np.int64)
+        keys = lens.long()
         item = resolve_kv_cache_dtype(p.kv_cache_dtype, p.dtype).itemsize
         read = 2 * int(keys.sum()) * p.num_kv_heads * p.head_size * item
-        flops = 4 * int((np.diff(starts.numpy()) * keys).sum()) * p.num_heads * p.head_size
+        flops = 4 * int((starts.diff() * keys).sum()) * p.num_heads * p.head_size
         took_us = read / _READ_IN_US + flops / _FLOPS_IN_US
         return took_us < _MIXED_US and self._scheduler_now() is not None
 
