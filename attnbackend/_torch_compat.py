@@ -9,9 +9,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
 from torch._C._dynamo.guards import TensorGuards
+from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef as StorageRef
@@ -19,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "FUNCTIONALIZED",
+    "TRANSFORMS_KEY",
     "FakeTensor",
     "GuardedCalls",
     "StorageRef",
@@ -34,14 +38,18 @@ __all__ = [
     "flex_attention_reason",
     "flex_kernel_options",
     "has_avx512_bf16",
+    "in_forward_mode",
     "inductor_code",
     "inductor_cpp_compiler",
     "inductor_graph_pass",
+    "is_transformed",
     "load_aoti_package",
     "makes_sizes",
     "mark_dynamic",
+    "may_have_tangent",
     "no_duck_shapes",
     "outside_fake_mode",
+    "outside_transforms",
     "register_namedtuple",
     "reset_compiler",
     "run_module",
@@ -58,6 +66,22 @@ __all__ = [
 
 FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
 """Wrappers that AOTAutograd and export put around an op that writes its arguments."""
+
+TRANSFORMS_KEY = "FuncTorchDynamicLayerFrontMode"
+"""Under it an op is called inside of ``torch.func``'s transforms, `outside_transforms` excepted.
+
+`is_transformed` tells tensors that come from inside of one.
+"""
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents."""
+    return forward_ad._current_level >= 0
+
+
+def may_have_tangent(x: Tensor) -> bool:
+    """Whether forward-mode AD derives what is computed of ``x``; inside of a fake nothing tells."""
+    return isinstance(x, FakeTensor) or forward_ad.unpack_dual(x).tangent is not None
 
 
 def outside_fake_mode() -> AbstractContextManager[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -83,11 +83,11 @@ def check_factor(scale: float) -> None:
         fail("scale", scale, "a finite number above 0; multiply the query by any other")
 
 
-def wants_grad(arguments: Sequence[Any]) -> bool:
+def wants_grad(arguments: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
 
 
-def check_no_grad(arguments: Sequence[Any]) -> None:
+def check_no_grad(arguments: Iterable[Any]) -> None:
     if wants_grad(arguments):
         raise RuntimeError(
             "attnbackend's ops serve inference and have no backward, but an input requires grad; run the "

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from attnbackend.backend import AttentionBackend
-from attnbackend.graph_breaks import run_between
 from attnbackend.impl import AttentionImpl, MLAAttentionImpl, SparseMLAAttentionImpl
 from attnbackend.ops.bind import check_attention_call, check_update_call, run_attention, run_update
 from attnbackend.ops.library import (
@@ -24,6 +23,7 @@ from attnbackend.ops.library import (
     NAMESPACE,
     OpRole,
     define_op,
+    serve,
 )
 from attnbackend.ops.mla_bind import (
     check_mha_call,
@@ -110,7 +110,7 @@ def _define(
 def python_run(backend_name: str, role: OpRole) -> Callable[[Any], None]:
     """What a backend's op does, given the bound arguments."""
     run = partial(_RUNS[role][0], backend_name)
-    return lambda call: run_between(run, call)
+    return partial(serve, f"{NAMESPACE}::{op_name(backend_name, role)}", run)
 
 
 def backend_op(backend_name: str, role: OpRole) -> torch._ops.OpOverload | None:

@@ -18,6 +18,7 @@ from attnbackend._torch_compat import add_cache_key
 from attnbackend.graph_breaks import run_between
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall, schema_of
 from attnbackend.ops.mla_calls import MLAAttentionCall, MLACacheUpdateCall, MLAMixedCall, MLAPrefillCall
+from attnbackend.ops.transforms import check_no_tangents, refuse_transforms, without_derivatives
 
 __all__ = [
     "ATTENTION",
@@ -33,6 +34,7 @@ __all__ = [
     "define_op",
     "ops_fingerprint",
     "role_of",
+    "serve",
 ]
 
 NAMESPACE = "attnbackend"
@@ -77,19 +79,33 @@ def define_op(
         run: computes, given the bound arguments; in steps that are captured in pieces, between the graphs.
         check: raises on what ``run`` would refuse; it is the whole fake, since the ops return nothing.
     """
-    call = role.call
-    _LIBRARY.define(f"{name}{role.schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(
-        name, lambda *args, **kwargs: run_between(run, call(*args, **kwargs)), "CompositeExplicitAutograd"
-    )
+    call, own = role.call, f"{NAMESPACE}::{name}"
 
     def fake(*args: Any, **kwargs: Any) -> None:
-        check(call(*args, **kwargs))
+        arguments = call(*args, **kwargs)
+        check_no_tangents(own, arguments)
+        check(arguments)
 
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    op = _define(name, role.schema, lambda *args, **kwargs: serve(own, run, call(*args, **kwargs)), fake)
     _ignore_autocast(name, op)
     _ROLES[op] = role
+    return op
+
+
+def serve(op: str, run: Callable[[Any], None], call: Any) -> None:
+    """What an op of a role does, given the bound arguments."""
+    check_no_tangents(op, call)
+    run_between(run, call)
+
+
+def _define(
+    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
+) -> torch._ops.OpOverload:  # fmt: skip
+    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    op: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    refuse_transforms(_LIBRARY, op)
     return op
 
 
@@ -113,16 +129,13 @@ def define_function(
     name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
 ) -> torch._ops.OpOverload:
     """Defines an op outside the roles, one that returns new tensors; it writes what its schema says."""
-    own = name.removeprefix(f"{NAMESPACE}::")
-    _LIBRARY.define(f"{own}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(own, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(name, fake, lib=_LIBRARY)
-    return getattr(getattr(torch.ops, NAMESPACE), own).default
+    checked = (without_derivatives(name, function) for function in (run, fake))
+    return _define(name.removeprefix(f"{NAMESPACE}::"), schema, *checked)
 
 
 _FAKE_SOURCES = (
     "calls", "checks", "argument_checks", "attention_kinds", "bind", "binding", "mla_calls", "mla_checks",
-    "mla_bind", "cpu_linear", "merged_linear", "rope_write", "latent_rope_write",
+    "mla_bind", "cpu_linear", "merged_linear", "rope_write", "latent_rope_write", "transforms",
 )  # fmt: skip
 """Modules of this package that say what the ops take and what their fakes do."""
 

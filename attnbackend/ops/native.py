@@ -18,8 +18,16 @@ from attnbackend.kernels.cpu import BuildError, library, load_ops, unavailable_r
 from attnbackend.native_calls import EPOCH
 from attnbackend.ops.cpu_linear import LINEAR_SCHEMA, WHEN_USED, multiply
 from attnbackend.ops.generate import op_name, python_run
-from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE, MLA_ATTENTION, MLA_CACHE_UPDATE, OpRole
+from attnbackend.ops.library import (
+    ATTENTION,
+    KV_CACHE_UPDATE,
+    MLA_ATTENTION,
+    MLA_CACHE_UPDATE,
+    NAMESPACE,
+    OpRole,
+)
 from attnbackend.ops.python_side import GIVEN, TEACHES, begin, define, prepare, telling
+from attnbackend.ops.transforms import without_derivatives
 from attnbackend.registry import is_overridden
 
 __all__ = ["how_ops_are_called", "serve_cpu_ops"]
@@ -93,10 +101,12 @@ def _attention_op(backend: str, role: OpRole, ops: CDLL) -> Callable[..., None]:
 
 
 def _linear_op(ops: CDLL) -> Callable[..., Tensor]:
+    run = without_derivatives(f"{NAMESPACE}::cpu_linear", multiply)
+
     def serve(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         result = input  # of a call that failed
         with telling(ops):
-            result = multiply(input, weight, bias)
+            result = run(input, weight, bias)
             ops.attnbackend_ops_verdict(GIVEN, b"")
         return result
 
