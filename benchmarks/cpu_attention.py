@@ -135,7 +135,7 @@ def _sides(inputs: Inputs, with_peer: bool) -> dict[str, Call]:
         name: torch.full(inputs.output_shape, float("nan"), dtype=inputs.query.dtype)
         for name in ("own", "vllm")
     }
-    sides: dict[str, Call] = {"own": lambda: _own(inputs, outputs["own"])}
+    sides = {"own": _own_side(inputs, outputs["own"])}
     if with_peer:
         sides["vllm"] = peer_side(inputs, outputs["vllm"])
     for side in sides.values():
@@ -146,16 +146,16 @@ def _sides(inputs: Inputs, with_peer: bool) -> dict[str, Call]:
     return sides
 
 
-def _own(inputs: Inputs, output: torch.Tensor) -> None:
-    batch = (inputs.query_start_loc, inputs.seq_lens, inputs.block_table)
-    ops, rank = torch.ops.attnbackend, inputs.kv_lora_rank
+def _own_side(inputs: Inputs, output: torch.Tensor) -> Call:
+    """A call of the op alone: as compiled code makes it, the op and its tensors are at hand."""
+    query, kv_cache, scale, rank = inputs.query, inputs.kv_cache, inputs.scale, inputs.kv_lora_rank
+    starts, seq_lens, table = inputs.query_start_loc, inputs.seq_lens, inputs.block_table
     if rank is None:
-        ops.cpu_attn_forward.default(
-            inputs.query, None, None, inputs.kv_cache, output, *batch, scale=inputs.scale
-        )
-    else:
-        query = (inputs.query[..., :rank], inputs.query[..., rank:])
-        ops.cpu_mla_forward_mqa.default(*query, inputs.kv_cache, output, *batch, scale=inputs.scale)
+        forward = torch.ops.attnbackend.cpu_attn_forward.default
+        return lambda: forward(query, None, None, kv_cache, output, starts, seq_lens, table, scale=scale)
+    latent, rope = query[..., :rank], query[..., rank:]
+    forward = torch.ops.attnbackend.cpu_mla_forward_mqa.default
+    return lambda: forward(latent, rope, kv_cache, output, starts, seq_lens, table, scale=scale)
 
 
 if __name__ == "__main__":

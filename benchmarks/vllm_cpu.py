@@ -48,23 +48,20 @@ def _filled_cache(inputs: Inputs, isa: str) -> tuple[Tensor, Tensor]:
 
 def peer_side(inputs: Inputs, output: Tensor) -> Callable[[], None]:
     """A call of the kernel alone: what it plans once a step is done here, outside the time."""
+    query, scale, heads = inputs.query, inputs.scale, inputs.query.shape[1]
+    starts, seq_lens, table = inputs.query_start_loc, inputs.seq_lens, inputs.block_table
     if inputs.kv_lora_rank is not None:
-        return lambda: torch.ops._C.mla_decode_kvcache(
-            output, inputs.query, inputs.kv_cache, inputs.scale, inputs.block_table, inputs.seq_lens
-        )
-    query, heads = inputs.query, inputs.query.shape[1]
+        decode, kv_cache = torch.ops._C.mla_decode_kvcache, inputs.kv_cache
+        return lambda: decode(output, query, kv_cache, scale, table, seq_lens)
     block_size, kv_heads, head_size = inputs.kv_cache.shape[2:]
     isa = _instruction_set(block_size)
     keys, values = _filled_cache(inputs, isa)
     plan = torch.ops._C.get_scheduler_metadata(
-        inputs.seq_lens.shape[0], heads, kv_heads, head_size, inputs.seq_lens, query.dtype,
-        inputs.query_start_loc, True, -1, isa, True, None, "auto",
+        seq_lens.shape[0], heads, kv_heads, head_size, seq_lens, query.dtype, starts, True, -1, isa,
+        True, None, "auto",
     )  # fmt: skip
-
-    def call() -> None:
-        torch.ops._C.cpu_attention_with_kv_cache(
-            query, keys, values, output, inputs.query_start_loc, inputs.seq_lens, inputs.scale, True,
-            None, -1, inputs.block_table, 0.0, plan, None, None, 1.0, 1.0, "auto",
-        )  # fmt: skip
-
-    return call
+    attend = torch.ops._C.cpu_attention_with_kv_cache
+    return lambda: attend(
+        query, keys, values, output, starts, seq_lens, scale, True, None, -1, table, 0.0, plan, None,
+        None, 1.0, 1.0, "auto",
+    )  # fmt: skip

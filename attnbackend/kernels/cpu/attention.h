@@ -62,10 +62,12 @@ static void write_row(const AttentionArgs& a, const Item& item, int64_t token, i
     lse = base + std::log(total);
   }
   if (a.v_scale) factor *= a.v_scale[item.kv_head * a.v_scale_step];
-  for (int64_t i = 0; i < a.value_size; i += VW) store(acc + i, empty ? vf{} : load(acc + i) * factor);
   char* target = static_cast<char*>(a.output) + element_size(a.output_dtype) *
                  (token * a.output_token + head * a.output_head);
-  row_from_float(acc, target, static_cast<int>(a.value_size), a.output_dtype);
+  const bool in_place = a.output_dtype == FLOAT32 && a.value_size % VW == 0;
+  float* scaled = in_place ? reinterpret_cast<float*>(target) : acc;
+  for (int64_t i = 0; i < a.value_size; i += VW) store(scaled + i, empty ? vf{} : load(acc + i) * factor);
+  if (!in_place) row_from_float(acc, target, static_cast<int>(a.value_size), a.output_dtype);
   if (a.lse) a.lse[token * a.lse_token + head * a.lse_head] = lse;
 }
 
@@ -171,9 +173,14 @@ static const char* query_row(const AttentionArgs& a, const RowInfo& rows, int64_
 // One query row: as float, times scale and the key scale, or as it is.
 static void read_query(const AttentionArgs& a, const RowInfo& rows, int64_t row, float factor, float* q) {
   const int64_t padded = round_up(a.head_size, VW);
-  store(q + padded - VW, vf{});
-  any_row_to_float(query_row(a, rows, row), q, static_cast<int>(a.head_size), a.query_dtype);
-  for (int64_t i = 0; i < padded; i += VW) store(q + i, load(q + i) * factor);
+  const char* source = query_row(a, rows, row);
+  const bool in_place = a.query_dtype == FLOAT32 && a.head_size == padded;
+  if (!in_place) {
+    store(q + padded - VW, vf{});
+    any_row_to_float(source, q, static_cast<int>(a.head_size), a.query_dtype);
+  }
+  const float* unscaled = in_place ? reinterpret_cast<const float*>(source) : q;
+  for (int64_t i = 0; i < padded; i += VW) store(q + i, load(unscaled + i) * factor);
 }
 static void read_query(const AttentionArgs& a, const RowInfo& rows, int64_t row, float, uint16_t* q) {
   std::memcpy(q, query_row(a, rows, row), a.head_size * sizeof(uint16_t));
