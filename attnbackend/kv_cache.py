@@ -27,6 +27,7 @@ from attnbackend.kv_cache_specs import (
     resolve_kv_cache_dtype,
     spec_of,
 )
+from attnbackend.platforms import most_memory
 
 if TYPE_CHECKING:
     from attnbackend.backend import AttentionBackend
@@ -46,6 +47,7 @@ __all__ = [
     "allocate_kv_cache",
     "allocate_kv_caches",
     "bits_of",
+    "check_room",
     "expand_block_table",
     "kv_cache_geometry",
     "quantize_to_cache",
@@ -196,9 +198,13 @@ def allocate_kv_cache(
     num_blocks: int,
     device: torch.device | str,
 ) -> Tensor:
-    """A cache of one layer, in its logical shape; its contents are undefined."""
+    """A cache of one layer, in its logical shape; its contents are undefined.
+
+    Raises:
+        ValueError: the backend has no such cache, or the device no memory for it.
+    """
     geometry = kv_cache_geometry(backend, spec, num_blocks)
-    storage = _storage(geometry.num_elements, geometry.dtype, device)
+    storage = _storage(num_blocks, geometry.num_elements, geometry.dtype, device)
     return storage.as_strided(geometry.shape, geometry.stride)
 
 
@@ -221,7 +227,7 @@ def allocate_kv_caches(
 
     Raises:
         ValueError: the specs do not agree, a layer lacks its spec or backend, or a backend cannot
-            share a buffer.
+            share a buffer, or the device has no memory for it.
     """
     dtype = _common_dtype(backends, specs)
     pages = {
@@ -229,7 +235,7 @@ def allocate_kv_caches(
         for name, spec in specs.items()
     }
     block_stride = sum(pages.values())
-    storage = _storage(num_blocks * block_stride, dtype, device)
+    storage = _storage(num_blocks, num_blocks * block_stride, dtype, device)
     caches, offset = {}, 0
     for name, spec in specs.items():
         g = kv_cache_geometry(backends[name], spec, num_blocks, block_stride=block_stride)
@@ -255,10 +261,25 @@ def _common_dtype(
     return next(iter(specs.values())).cache_dtype
 
 
-def _storage(num_elements: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def _storage(num_blocks: int, num_elements: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Memory of any type, float8 included, on any device; a CPU touches no page before its use."""
-    storage = torch.empty(num_elements * dtype.itemsize, dtype=torch.uint8, device=device)
-    return storage.view(dtype)
+    num_bytes = num_elements * dtype.itemsize
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device).view(dtype)
+    except (RuntimeError, TypeError):  # TypeError: more than torch can count
+        check_room(num_blocks, num_bytes // num_blocks, torch.device(device))
+        raise
+
+
+def check_room(num_blocks: int, block_bytes: int, device: torch.device) -> None:
+    """Raises ValueError where blocks of so many bytes, all that they take in caches, are too many."""
+    room = most_memory(device)
+    if num_blocks * block_bytes > room:
+        raise ValueError(
+            f"num_blocks={num_blocks} of {block_bytes} bytes take {num_blocks * block_bytes} bytes, and "
+            f"{device} has {room} for caches; allowed: at most {room // block_bytes} blocks, or more with a "
+            "smaller block_size or kv_cache_dtype"
+        )
 
 
 def expand_block_table(block_table: Tensor, block_size: int, kernel_block_size: int) -> Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Platform", "as_current", "backend_priorities", "current_platform", "free_memory"]
+__all__ = ["Platform", "as_current", "backend_priorities", "current_platform", "free_memory", "most_memory"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,17 @@ def _cuda_priorities(platform: Platform, use_mla: bool) -> tuple[str, ...]:
     if use_mla:
         return {10: _MLA_SM100, 12: _MLA_SM120}.get(major, _MLA_CUDA)
     return {9: _CUDA_SM90, 10: _CUDA_SM100}.get(major, _CUDA)
+
+
+def most_memory(device: torch.device) -> int:
+    """Bytes above which an allocation is in vain: what torch keeps unused counts as free.
+
+    Of a CPU these are all it has: copies of files give way, and pages take memory when they are first used.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_memory(device: torch.device) -> int:

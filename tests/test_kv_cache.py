@@ -30,6 +30,7 @@ from attnbackend.kv_cache import (
     spec_of,
     write_kv_cache,
 )
+from attnbackend.platforms import most_memory
 
 NHD, HND = KVCacheLayout.NHD, KVCacheLayout.HND
 TOY = make_backend(supported_block_sizes=(MultipleOf(1),))
@@ -197,6 +198,27 @@ def test_blocks_that_would_overlap_are_refused():
 def test_layers_that_cannot_share_a_buffer_are_refused(specs, backends, match):
     with pytest.raises(ValueError, match=match):
         allocate_kv_caches(dict.fromkeys(backends, TOY), specs, 5, "cpu")
+
+
+@pytest.mark.parametrize("num_blocks", [10**9, 10**30])
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda num_blocks: allocate_kv_cache(TOY, spec(), num_blocks, "cpu"),
+        lambda num_blocks: allocate_kv_caches({"a": TOY}, {"a": spec()}, num_blocks, "cpu"),
+    ],
+    ids=["a layer", "one buffer"],
+)
+def test_more_blocks_than_there_is_memory_are_refused_with_what_fits(allocate, num_blocks):
+    page = kv_cache_geometry(TOY, spec(), 1).page_size_bytes
+    fitting = most_memory(torch.device("cpu")) // page
+    with pytest.raises(ValueError, match=rf"num_blocks={num_blocks} of {page} .*at most {fitting} blocks"):
+        allocate(num_blocks)
+
+
+def test_other_failures_of_an_allocation_keep_their_names():
+    with pytest.raises(RuntimeError, match="nodevice"):
+        allocate_kv_cache(TOY, spec(), 4, "nodevice")
 
 
 # Specs

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnbackend import AttentionSelectorConfig
+from attnbackend import AttentionSelectorConfig, kv_cache
 from attnbackend.layers import BoundLayer
-from attnbackend.runtime import model_runner
+from attnbackend.runtime import cache_memory, model_runner
 from attnbackend.runtime.model_runner import build_runner
 from attnbackend.runtime.served_model import AttentionLayer
 from attnbackend.selector import Selection, select_backend
@@ -61,10 +61,14 @@ def test_layers_that_share_have_one_cache_which_the_owner_alone_writes() -> None
 
 def test_memory_is_counted_for_caches_and_not_for_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     page = 16 * 2 * 2 * 32 * 4
-    monkeypatch.setattr(model_runner, "free_memory", lambda device: 4 * 10 * page)
+    monkeypatch.setattr(cache_memory, "free_memory", lambda device: 4 * 10 * page)
     alone, shared = Layers(a=layer(), b=layer()), Layers(a=layer(), b=layer("a"))
     assert runner_of(alone, num_blocks=None).num_blocks == 5
     assert runner_of(shared, num_blocks=None).num_blocks == 10
+    monkeypatch.setattr(kv_cache, "most_memory", lambda device: 10 * page)
+    assert runner_of(alone, num_blocks=5).num_blocks == 5
+    with pytest.raises(ValueError, match=rf"num_blocks=6 of {2 * page} bytes take .*at most 5 blocks"):
+        runner_of(alone, num_blocks=6)
 
 
 CHAINS = {

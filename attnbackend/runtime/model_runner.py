@@ -38,8 +38,9 @@ from attnbackend.kv_cache import (
 )
 from attnbackend.layers.paged import BoundLayer
 from attnbackend.metadata import AttentionMetadataBuilder, BatchLimits, CommonAttentionMetadata
-from attnbackend.platforms import as_current, free_memory
+from attnbackend.platforms import as_current
 from attnbackend.runtime.advance_decodes import advance_decodes
+from attnbackend.runtime.cache_memory import count_blocks
 from attnbackend.runtime.engine_arguments import require_flag, require_name, require_whole
 from attnbackend.runtime.prepared_batch import PreparedBatch
 from attnbackend.runtime.sampler import take_largest
@@ -60,8 +61,6 @@ __all__ = ["LayerGroup", "ModelRunner", "RunnerOptions", "build_runner"]
 
 _TUNED_TOKENS = 4000
 """Inductor lays kernels out, and tunes them, for the tokens of the first call. It is no size of a model."""
-_MEMORY_SHARE = {"cuda": 0.9, "cpu": 0.25}
-"""Share of the free memory that the cache may take where ``num_blocks`` is left open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +147,10 @@ class ModelRunner:
         self.block_size = options.block_size
         self.device = model.device
         self.groups = _group_layers(model.attention_layers(), options)
-        self.num_blocks = options.num_blocks or _blocks_that_fit(
-            self.groups, self.max_seq_len, options, self.device
-        )
+        self.num_blocks = count_blocks(
+            options.num_blocks, 1 + options.max_num_seqs * -(-self.max_seq_len // self.block_size),
+            _block_bytes(self.groups), self.device,
+        )  # fmt: skip
         self._has_latents = any(group.params.mla is not None for group in self.groups)
         self.kv_caches = self._allocate()
         limits = BatchLimits(options.max_num_seqs, options.max_num_batched_tokens, self.max_seq_len)
@@ -467,19 +467,6 @@ def _cache_owners(
     return owners
 
 
-def _blocks_that_fit(
-    groups: list[LayerGroup], max_model_len: int, options: RunnerOptions, device: torch.device
-) -> int:
-    """As many blocks as all requests at full length would need, or as a share of free memory holds."""
-    page_bytes = sum(
-        kv_cache_geometry(g.backend, g.spec, 1).page_size_bytes * len(g.owning_layers) for g in groups
-    )
-    wanted = options.max_num_seqs * -(-max_model_len // options.block_size) + 1
-    budget = int(free_memory(device) * _MEMORY_SHARE.get(device.type, 0.5))
-    fitting = budget // page_bytes
-    if fitting < 2:
-        raise ValueError(
-            f"a cache block of all layers takes {page_bytes} bytes and {budget} may be used on {device}; "
-            "free memory, or choose a smaller kv_cache_dtype or block_size"
-        )
-    return min(wanted, fitting)
+def _block_bytes(groups: Sequence[LayerGroup]) -> int:
+    """What a block takes in the caches of all layers."""
+    return sum(kv_cache_geometry(g.backend, g.spec, 1).page_size_bytes * len(g.owning_layers) for g in groups)
