@@ -18,7 +18,7 @@ from random_serving import logits_of_all_steps
 from sparse_latent_model import SparseLatentModel
 
 from attnbackend import AttentionCGSupport, CUDAGraphMode, Engine, SamplingParams, set_config
-from attnbackend.backends import two_phase, widened
+from attnbackend.backends import widened
 from attnbackend.cudagraph import GraphSupport, resolve_cudagraph_mode
 from attnbackend.runtime.engine_core import EngineCore
 from attnbackend.runtime.model_runner import build_runner
@@ -151,14 +151,14 @@ def test_steps_from_graphs_are_those_without_or_the_mode_is_refused(
 @pytest.mark.parametrize("mode", MODES)
 def test_float8_caches_too(subject: Subject, mode: CUDAGraphMode, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pair widens every prompt that is in no whole graph, however short."""
-    copies = []
+    copies, make = [], widened.widened_cache
 
     def counted(*given: Any) -> torch.Tensor:
         copies.append(given)
-        return widened.widened_cache(*given)
+        return make(*given)
 
     monkeypatch.setattr(widened, "_WORTH", 0)
-    monkeypatch.setattr(two_phase, "widened_cache", counted)
+    monkeypatch.setattr(widened, "widened_cache", counted)
     # FLASH_ATTN alone rounds queries to float8, which it does where it was allowed to.
     with set_config(flash_attn_fp8=subject.backend == "FLASH_ATTN"):
         check_or_refused(subject, mode)

@@ -22,7 +22,7 @@ from attnbackend import (
     resolve_backend,
     set_config,
 )
-from attnbackend.backends import two_phase, widened
+from attnbackend.backends import widened
 from attnbackend.backends.flash_attn import backend as flash_backend
 from attnbackend.backends.flash_attn import probe, resolution
 from attnbackend.backends.torch_sdpa import TorchSDPABackend, TorchSDPAImpl
@@ -96,7 +96,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(widened, "_WORTH", 0)
     if DEVICE == "cpu":  # An interpreted program takes as long for many elements as for few.
         monkeypatch.setattr(widen, "TILE_ELEMENTS", 1 << 16)
-    monkeypatch.setattr("attnbackend.backends.two_phase.widened_cache", counted)
+    monkeypatch.setattr(widened, "widened_cache", counted)
     return made
 
 
@@ -374,8 +374,6 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_attn_computes_over_copies_of_its_own(
     on_hopper: None, copies: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted = two_phase.widened_cache
-    monkeypatch.setattr("attnbackend.backends.triton_attn.widened_cache", counted)
     monkeypatch.setattr(paged_hopper_launch, "MIN_TOKENS", 1)
     case = "dtype_float16_cache_fp8_e5m2-*prefill"
     check_backend("TRITON_ATTN", device=DEVICE, only=["numerics"], case=case).assert_ok()

@@ -19,7 +19,7 @@ from attnbackend.backends.cascade import (
 )
 from attnbackend.backends.host_lengths import BatchFacts, with_host_lengths
 from attnbackend.backends.standard import FullFeaturedBackend, PagedKernelImpl, kernel_features
-from attnbackend.backends.widened import FLOAT8, WidenedBuilder, WidenedPlan, widened_cache, widened_params
+from attnbackend.backends.widened import FLOAT8, WidenedBuilder, WidenedPlan, attend_copy, widened_params
 from attnbackend.impl import AttentionParams, OptionalTensors
 from attnbackend.kv_cache import KVCacheSpec, resolve_kv_cache_dtype
 from attnbackend.metadata import (
@@ -173,9 +173,8 @@ class TritonAttentionImpl(PagedKernelImpl):
     ) -> None:  # fmt: skip
         parts, widened = attn_metadata.cascade, attn_metadata.widened
         if widened is not None and not _has_extras(tensors):
-            copy = widened_cache(kv_cache, widened, self.params.dtype, tensors)
-            own = tensors._replace(k_scale=None, v_scale=None)
-            self._over_copies.attend(query, None, None, copy, widened.plan, output, own)
+            attend = self._over_copies.attend
+            attend_copy(attend, widened, self.params.dtype, query, kv_cache, output, tensors)
             return
         if parts is None or not takes_cascade(tensors):
             super().attend(query, key, value, kv_cache, attn_metadata, output, tensors)

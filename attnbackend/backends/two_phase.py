@@ -22,13 +22,7 @@ from torch import Tensor
 from attnbackend.backend import AttentionBackend, KVCacheDims
 from attnbackend.backends.host_lengths import with_host_lengths
 from attnbackend.backends.side_stream import beside
-from attnbackend.backends.widened import (
-    WidenedBuilder,
-    WidenedPlan,
-    widened_cache,
-    widened_params,
-    widens,
-)
+from attnbackend.backends.widened import WidenedBuilder, WidenedPlan, attend_copy, widened_params, widens
 from attnbackend.impl import AttentionImpl, AttentionParams, OptionalTensors
 from attnbackend.kv_cache import AttentionSpec, KVCacheSpec, resolve_kv_cache_dtype
 from attnbackend.metadata import (
@@ -233,11 +227,10 @@ class TwoPhaseImpl(AttentionImpl):
         plan: Any, output: Tensor, tensors: OptionalTensors,
     ) -> None:  # fmt: skip
         if isinstance(plan, WidenedPlan):
-            own = tensors._replace(k_scale=None, v_scale=None)
-            copy = widened_cache(kv_cache, plan, self.params.dtype, tensors)
             part = plan.part
+            attend = self._over_copies(part).forward
             with lessons(None, None):  # What a library does with the copy is not all that is done.
-                self._over_copies(part).forward(query, None, None, copy, plan.plan, output, own)
+                attend_copy(attend, plan, self.params.dtype, query, kv_cache, output, tensors)
         else:
             self._impls[part].forward(query, key, value, kv_cache, plan, output, tensors)
         if tensors.lse is not None and self.parts[part].lse_base is LSEBase.TWO:

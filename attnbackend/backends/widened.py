@@ -9,6 +9,7 @@ Shape legend: R rows, W table width, P pages of the copy, S block_size, K key-va
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from attnbackend.impl import AttentionParams, OptionalTensors
 from attnbackend.kv_cache import spec_of
 from attnbackend.metadata import BatchLimits, CommonAttentionMetadata
 
-__all__ = ["FLOAT8", "PAGE", "WidenedBuilder", "WidenedPlan", "widened_cache", "widened_params", "widens"]
+__all__ = ["FLOAT8", "PAGE", "WidenedBuilder", "WidenedPlan", "attend_copy", "widened_params", "widens"]
 
 PAGE = 128
 """Slots of a page of the copy: as many as FlashAttention 3 reads at once."""
@@ -129,6 +130,19 @@ class WidenedBuilder:
 def _room(pages: int, heads: int, size: int) -> int:
     """Elements of a copy's memory: a power of two, so that copies of a growing prompt share a few pieces."""
     return 1 << (2 * pages * PAGE * heads * size - 1).bit_length()
+
+
+def attend_copy(
+    attend: Callable[..., None], plan: WidenedPlan, dtype: torch.dtype, query: Tensor, kv_cache: Tensor,
+    output: Tensor, tensors: OptionalTensors,
+) -> None:  # fmt: skip
+    """Lets ``attend``, with the arguments of an `AttentionImpl.forward`, read a copy of the plan's pages.
+
+    New keys and values are in the copy, and scales in its elements: none of them is given.
+    """
+    copy = widened_cache(kv_cache, plan, dtype, tensors)
+    unscaled = tensors._replace(k_scale=None, v_scale=None)
+    attend(query, None, None, copy, plan.plan, output, unscaled)
 
 
 def widened_cache(
