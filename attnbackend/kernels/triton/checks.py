@@ -140,8 +140,10 @@ def check_masks(
         fail(where, "logits_soft_cap", logits_soft_cap, "0 for none, or a positive number")
 
 
-def count_ranges(where: str, ranges: torch.Tensor, rows: int, allowed: bool) -> int:
+def count_ranges(where: str, ranges: torch.Tensor | None, rows: int, allowed: bool) -> int:
     """Bidirectional ranges of each row. ValueError for another layout, or where not `allowed`."""
+    if ranges is None:
+        return 0
     if not allowed:
         fail(where, "bidirectional_ranges", "given", "None unless causal, over a paged cache")
     shape = ranges.shape

@@ -230,29 +230,14 @@ def _reach_name(window: int | None, chunk: int | None, *, two_sided: bool) -> st
 
 
 def prepare(
-    where: str,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    output: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    sliding_window: int | None,
-    attention_chunk_size: int | None,
-    logits_soft_cap: float,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    bidirectional_ranges: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    output_scale: torch.Tensor | None,
-    output_block_scale: torch.Tensor | None,
+    where: str, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, output: torch.Tensor,
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor | None, scale: float,
+    causal: bool, sliding_window: int | None, attention_chunk_size: int | None, logits_soft_cap: float,
+    alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None, bidirectional_ranges: torch.Tensor | None,
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, lse: torch.Tensor | None,
+    output_scale: torch.Tensor | None, output_block_scale: torch.Tensor | None,
     key_start_loc: torch.Tensor | None = None,
-) -> Launch:
+) -> Launch:  # fmt: skip
     """Validate a call and lay out its arguments. ValueError for what the kernels cannot do.
 
     block_table None: key_cache and value_cache are the tokens' own key and value [T, Hk, D], or with
@@ -283,31 +268,20 @@ def prepare(
         output_group(where, output, output_scale, output_block_scale),
     )  # fmt: skip
     kv_heads, value_size = value_shape[-2:]
-    if output.shape != (tokens, heads, value_size):
-        allowed = f"{(tokens, heads, value_size)}"
-        checks.fail(where, "output.shape", tuple(output.shape), allowed)
+    if output.shape != (shape := (tokens, heads, value_size)):
+        checks.fail(where, "output.shape", tuple(output.shape), str(shape))
     checks.check_metadata(where, query_start_loc, seq_lens, block_table)
     checks.check_extras(where, tokens, heads, alibi_slopes, sinks, lse)
     rows = seq_lens.shape[0]
-    num_ranges = 0
-    if bidirectional_ranges is not None:
-        paged_and_causal = causal and block_table is not None
-        num_ranges = checks.count_ranges(where, bidirectional_ranges, rows, paged_and_causal)
+    num_ranges = checks.count_ranges(where, bidirectional_ranges, rows, causal and block_table is not None)
     numbers = (
-        float(scale),  # an int would become a compile-time constant
-        float(logits_soft_cap),
-        min(sliding_window or attention_chunk_size or 0, MAX_REACH),
-        num_ranges,
-        *q,
-        *k,
-        *v,
-        *out,
-        *((0, 0) if lse is None else lse.stride()),
-        table_row,
+        float(scale), float(logits_soft_cap),  # ints would become compile-time constants
+        min(sliding_window or attention_chunk_size or 0, MAX_REACH), num_ranges, *q, *k, *v, *out,
+        *((0, 0) if lse is None else lse.stride()), table_row,
         checks.scale_stride(where, "k_scale", k_scale, kv_heads),
         checks.scale_stride(where, "v_scale", v_scale, kv_heads),
         0 if output_block_scale is None else output_block_scale.stride(0),
-    )
+    )  # fmt: skip
     named_tensors = (query, key_cache, value_cache, output, sinks)
     if plan.formats is not None:
         named_tensors = _views(named_tensors, plan.formats)

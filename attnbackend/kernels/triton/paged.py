@@ -319,10 +319,9 @@ def paged_attention(
         alibi_slopes, sinks, bidirectional_ranges, k_scale, v_scale, lse, output_scale, output_block_scale,
         key_start_loc,
     )  # fmt: skip
-    plan, tokens, rows = launch.plan, launch.tokens, launch.rows
-    if tokens == 0:
+    if launch.tokens == 0:
         return
-    kind = batch_kind(tokens, rows)
+    plan, kind = launch.plan, batch_kind(launch.tokens, launch.rows)
     own = NO_OWN_TOKENS
     if key is not None and value is not None and block_table is not None and is_prefill(kind):
         own = own_tokens(WHERE, launch, key, value)
@@ -332,34 +331,30 @@ def paged_attention(
         return
     if tile is None:
         tile = tile_config(plan.product, plan.width, plan.group, kind, launch.has_float8_keys)
+    with on_device_of(query):
+        _launch(launch, own, tile, num_splits)
+
+
+def _launch(launch: Launch, own: OwnTokens, tile: TileConfig, num_splits: int | None) -> None:
+    group, query = launch.plan.group, launch.tensors[0]
+    heads, pieces = heads_per_tile(group, tile.block_m), pieces_per_kv_head(group, tile.block_m)
+    full_tiles = launch.tokens // (tile.block_m // heads)
     # One tile more for each row than its tokens fill, and one for tokens past the last row.
-    full_tiles = tokens // (tile.block_m // heads_per_tile(plan.group, tile.block_m))
-    tiles = full_tiles + rows + 1
+    tiles = full_tiles + launch.rows + 1
     if num_splits is None:
-        programs = max(full_tiles, rows) * launch.kv_heads * pieces_per_kv_head(plan.group, tile.block_m)
+        programs = max(full_tiles, launch.rows) * launch.kv_heads * pieces
         slots = tile.per_processor * processor_count(query.device)
         num_splits = decode_num_splits(programs, launch.max_keys, slots)
-    partial = partial_buffer(WHERE, query, launch, tokens, num_splits, None)
-    with on_device_of(query):
-        _launch(launch, own, tile, tiles, num_splits, partial)
-        if partial is not None:
-            launch_merge_tokens(launch, num_splits, partial)
-
-
-def _launch(
-    launch: Launch, own: OwnTokens, tile: TileConfig, tiles: int, num_splits: int,
-    partial: torch.Tensor | None,
-) -> None:  # fmt: skip
-    group = launch.plan.group
-    pieces = pieces_per_kv_head(group, tile.block_m)
+    partial = partial_buffer(WHERE, query, launch, launch.tokens, num_splits, None)
     paged_attention_kernel[(tiles, launch.kv_heads * pieces, num_splits)](
         *launch.tensors, *launch.numbers, launch.tokens, launch.rows, num_splits, partial,
         own.key, own.value, *own.strides, **launch.plan.constants, M=tile.block_m, N=tile.block_n,
-        HEADS=heads_per_tile(group, tile.block_m), PIECES=pieces, MIN_KEYS=MIN_SPLIT_KEYS,
-        ALIKE=launch.is_alike, NEW_ALIKE=own.is_alike, PAIRS=launch.reads_pairs(tile.block_m),
-        SIGNED=launch.is_signed, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        **_register_limit(launch, tile),
+        HEADS=heads, PIECES=pieces, MIN_KEYS=MIN_SPLIT_KEYS, ALIKE=launch.is_alike, NEW_ALIKE=own.is_alike,
+        PAIRS=launch.reads_pairs(tile.block_m), SIGNED=launch.is_signed, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **_register_limit(launch, tile),
     )  # fmt: skip
+    if partial is not None:
+        launch_merge_tokens(launch, num_splits, partial)
 
 
 def _register_limit(launch: Launch, tile: TileConfig) -> dict[str, int]:
