@@ -30,6 +30,7 @@ __all__ = [
     "add_cache_key",
     "aoti_package",
     "cache_key",
+    "children_of",
     "compiled_call",
     "compiler_backend",
     "fake_mode",
@@ -279,6 +280,11 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Calls ``call`` whenever the module is called; copies and pickles of the module leave it out."""
     module._compiled_call_impl = call
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's own children by name, now and whenever they are others."""
+    return module._modules
 
 
 def hooks_made() -> int:

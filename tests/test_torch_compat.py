@@ -278,3 +278,11 @@ def test_tensors_are_checked_at_once() -> None:
         torch.ones(3, 4, requires_grad=True), torch.ones(12), torch.nn.Buffer(torch.ones(3, 5)),
     ):  # fmt: skip
         assert not fits(other, second)
+
+
+def test_children_are_those_that_a_module_has_now() -> None:
+    owner = torch.nn.Sequential(torch.nn.Identity())
+    children = compat.children_of(owner)
+    assert children["0"] is owner[0]
+    owner.more = torch.nn.Identity()
+    assert children["more"] is owner.more

@@ -8,7 +8,7 @@ Shape legend: T tokens, E hidden size, H heads, R qk_rope_head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnbackend._torch_compat import children_of
 from attnbackend.impl import MLADims
 from attnbackend.kv_cache import MLAAttentionSpec, allocate_kv_cache
 from attnbackend.layers.mla_attention import MLAAttention
@@ -26,12 +27,12 @@ from attnbackend.selector import AttentionSelectorConfig, select_backend
 __all__ = [
     "BATCH",
     "BOUND",
+    "AdoptedParts",
     "LatentCalls",
     "adopt_latent_module",
     "is_latent_module",
     "latent_layer",
     "release_latent_module",
-    "replaced_part",
 ]
 
 BOUND = "attnbackend_layer"
@@ -129,11 +130,22 @@ def adopt_latent_module(module: nn.Module) -> None:
         module.__class__ = _served_class(cls)
 
 
-def replaced_part(module: nn.Module) -> str | None:
-    """Name of a projection that is another than when the module was adopted; None: they are the same."""
-    layer = module.__dict__.get(_LAYER)
-    parts = () if layer is None else layer.named_children()
-    return next((name for name, part in parts if getattr(module, name) is not part), None)
+class AdoptedParts:
+    """The projections of modules that were adopted, as they were then: a step asks for them of each layer."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._parts = [
+            (children_of(module), name, part, module)
+            for module in modules
+            for name, part in module.__dict__[_LAYER].named_children()
+        ]
+
+    def replaced(self) -> tuple[str, nn.Module] | None:
+        """Name of a projection that is another now, and whose it is; None: there is none."""
+        for children, name, part, module in self._parts:
+            if children.get(name) is not part:
+                return name, module
+        return None
 
 
 def release_latent_module(module: nn.Module) -> None:

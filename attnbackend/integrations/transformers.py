@@ -57,11 +57,11 @@ from attnbackend.integrations.hook_watch import HookWatch
 from attnbackend.integrations.latent_attention import (
     BATCH,
     BOUND,
+    AdoptedParts,
     LatentCalls,
     adopt_latent_module,
     is_latent_module,
     release_latent_module,
-    replaced_part,
 )
 from attnbackend.integrations.layer_record import Recorder, chunk_size_of
 from attnbackend.layers.cpu_linear import give_back_linears, take_linears
@@ -174,7 +174,7 @@ class TransformersModel:
         _check_model(model)
         self._attn_implementation_before = model.config._attn_implementation
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
-        text_config = model.config.get_text_config()
+        text_config = self._text_config = model.config.get_text_config()
         self.model = model
         self.vocab_size = int(text_config.vocab_size)
         self.placeholders = _placeholders(model.config)
@@ -224,8 +224,9 @@ class TransformersModel:
             setattr(modules[name], CHUNK, self._modules[modules[name]].config.attention_chunk_size)
             if is_latent_module(modules[name]):
                 adopt_latent_module(modules[name])
-        self._latent = [module for name in layers if is_latent_module(module := modules[name])]
-        self._hooks = HookWatch(self.model, (module.kv_b_proj for module in self._latent))
+        latent = [module for name in layers if is_latent_module(module := modules[name])]
+        self._latent = AdoptedParts(latent)
+        self._hooks = HookWatch(self.model, (module.kv_b_proj for module in latent))
         self._first = next((modules[name], layer) for name, layer in layers.items())
         if self.device.type == "cpu":
             keep_freed_memory(free_memory(self.device) // 8)
@@ -300,17 +301,17 @@ class TransformersModel:
             raise RuntimeError("the model was given to another engine since; make a new Engine of it")
         if self.model.training:
             raise RuntimeError("the model was put in training mode since; call model.eval()")
-        chosen = self.model.config.get_text_config()._attn_implementation
+        chosen = self._text_config._attn_implementation
         if chosen != ATTN_IMPLEMENTATION:
             raise RuntimeError(
                 f"the model's attention implementation was set to {chosen!r} since; call "
                 f"model.set_attn_implementation({ATTN_IMPLEMENTATION!r})"
             )
-        for module in self._latent:
-            if (part := replaced_part(module)) is not None:
-                raise RuntimeError(
-                    f"{part} of {_name_of(module, self.model)} was replaced since; make a new Engine"
-                )
+        if (replaced := self._latent.replaced()) is not None:
+            part, module = replaced
+            raise RuntimeError(
+                f"{part} of {_name_of(module, self.model)} was replaced since; make a new Engine"
+            )
         if (module := self._hooks.changed()) is not None:
             raise RuntimeError(
                 f"the forward hooks of {_name_of(module, self.model)} changed since, and compiled code does "
