@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import CDLL, Structure, byref, c_char_p, c_int32, c_int64, c_void_p, cast
+from ctypes import CDLL, Structure, byref, c_int32, c_int64, c_void_p, cast
 from functools import cache
 from pathlib import Path
 from struct import pack, unpack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +37,8 @@ def teach(ops: CDLL, call: LibraryCall) -> bool:
     return _teach_ffi(ops, call.function, call.arguments)
 
 
-def _argument(value: Argument, kind: int = 0) -> _Part:
-    return _Part(_ARGUMENT if value.half is None else _HALF, kind, _PLACES[value.name], value.half or 0)
+def _argument(value: Argument) -> _Part:
+    return _Part(_ARGUMENT if value.half is None else _HALF, 0, _PLACES[value.name], value.half or 0)
 
 
 def _hold(value: Tensor) -> int:
@@ -57,47 +57,35 @@ def _array(parts: Sequence[_Part]) -> Any:
 # --- ops of torch
 
 _CONVERSIONS: dict[str, Callable[[Any], int]] = {"Tensor": _hold, "float": _bits, "int": int, "bool": int}
-_RESULTS = {"Tensor": "T", "List[Tensor]": "L"}
-
-
-class _Schema(NamedTuple):
-    names: tuple[bytes, bytes, bytes]
-    """Of the op, of its overload, and of what it returns in letters that C++ knows."""
-    kinds: list[tuple[str, bool]]
-    """Each argument's type, and whether it may be absent."""
 
 
 @cache
-def _schema_of(op: torch._ops.OpOverload) -> _Schema | None:
-    """None where there is a type that C++ does not make."""
-    schema = op._schema
-    kinds = [_kind(argument.type) for argument in schema.arguments]
-    results = "".join(_RESULTS.get(str(result.type), "?") for result in schema.returns)
-    if "?" in results or not _CONVERSIONS.keys() >= {name for name, _ in kinds}:
-        return None
-    return _Schema((schema.name.encode(), schema.overload_name.encode(), results.encode()), kinds)
+def _kinds_of(op: torch._ops.OpOverload) -> list[str] | None:
+    """Each argument's type, be it optional or not; None where there is one that C++ does not make."""
+    kinds = [_kind(argument.type) for argument in op._schema.arguments]
+    return kinds if _CONVERSIONS.keys() >= set(kinds) else None
 
 
 def _teach_op(ops: CDLL, op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> bool:
-    schema = _schema_of(op)
-    if schema is None:
+    kinds = _kinds_of(op)
+    if kinds is None:
         return False
-    parts = [_op_part(*kind, value) for kind, value in zip(schema.kinds, arguments, strict=True)]
-    ops.attnbackend_ops_teach_op(*map(c_char_p, schema.names), _array(parts), c_int64(len(parts)))
+    names = (op._schema.name, op._schema.overload_name)
+    parts = [_op_part(kind, value) for kind, value in zip(kinds, arguments, strict=True)]
+    ops.attnbackend_ops_teach_op(*(name.encode() for name in names), _array(parts), c_int64(len(parts)))
     return True
 
 
-def _kind(annotation: Any) -> tuple[str, bool]:
-    is_optional = isinstance(annotation, torch.OptionalType)
-    return str(annotation.getElementType() if is_optional else annotation), is_optional
+def _kind(annotation: Any) -> str:
+    return str(annotation.getElementType() if isinstance(annotation, torch.OptionalType) else annotation)
 
 
-def _op_part(kind: str, is_optional: bool, value: object) -> _Part:
+def _op_part(kind: str, value: object) -> _Part:
     if value is None:
         return _Part(_ABSENT)
     if isinstance(value, Argument):
-        return _argument(value, is_optional)
-    return _Part(_HELD if kind == "Tensor" else _CONSTANT, is_optional, _CONVERSIONS[kind](value))
+        return _argument(value)
+    return _Part(_HELD if kind == "Tensor" else _CONSTANT, 0, _CONVERSIONS[kind](value))
 
 
 # --- compiled functions that are called by tvm-ffi

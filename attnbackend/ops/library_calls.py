@@ -23,7 +23,7 @@ from attnbackend.ops.calls import AttentionCall
 from attnbackend.ops.generate import op_name, python_run
 from attnbackend.ops.lessons import teach
 from attnbackend.ops.library import ATTENTION
-from attnbackend.ops.python_side import GIVEN, TEACHES, begin, define, prepare, telling
+from attnbackend.ops.python_side import begin, define, prepare
 
 __all__ = ["serve_library_calls"]
 
@@ -73,11 +73,10 @@ def _general(backend: str, ops: CDLL) -> Callable[..., None]:
 
     def serve(*args: Any, **kwargs: Any) -> None:
         call = AttentionCall(*args, **kwargs)
-        with telling(ops):
-            with lessons(call.query, call.output) as heard:
-                run(call)
-            teaches = bool(heard) and _holds(backend, call) and teach(ops, heard[0])
-            ops.attnbackend_ops_verdict(TEACHES if teaches else GIVEN, b"")
+        with lessons(call.query, call.output) as heard:
+            run(call)
+        if heard and _holds(backend, call) and teach(ops, heard[0]):
+            ops.attnbackend_ops_teaches()
 
     return serve
 

@@ -12,8 +12,6 @@ from ctypes import CDLL, Structure, byref, c_void_p, cast
 from functools import cache
 from typing import Any
 
-from torch import Tensor
-
 from attnbackend.kernels.cpu import BuildError, library, load_ops, unavailable_reason
 from attnbackend.native_calls import EPOCH
 from attnbackend.ops.cpu_linear import LINEAR_SCHEMA, WHEN_USED, multiply
@@ -26,7 +24,7 @@ from attnbackend.ops.library import (
     NAMESPACE,
     OpRole,
 )
-from attnbackend.ops.python_side import GIVEN, TEACHES, begin, define, prepare, telling
+from attnbackend.ops.python_side import begin, define, prepare
 from attnbackend.ops.transforms import without_derivatives
 from attnbackend.registry import is_overridden
 
@@ -67,7 +65,7 @@ def _served() -> str | None:
     prepare(ops, (role for _, role in _SERVED), ("WWw",))
     for backend, role in _SERVED:
         define(op_name(backend, role), role.schema, _attention_op(backend, role, ops))
-    define("cpu_linear", LINEAR_SCHEMA, _linear_op(ops))
+    define("cpu_linear", LINEAR_SCHEMA, without_derivatives(f"{NAMESPACE}::cpu_linear", multiply))
     WHEN_USED.append(ops.attnbackend_ops_serve_linear)
     ops.attnbackend_ops_share(byref(_shared(kernels)))
     begin(ops, EPOCH)
@@ -92,22 +90,8 @@ def _attention_op(backend: str, role: OpRole, ops: CDLL) -> Callable[..., None]:
 
     def serve(*args: Any, **kwargs: Any) -> None:
         call = role.call(*args, **kwargs)
-        with telling(ops):
-            run(call)
-            teaches = len(call[0]) > 0 and not is_overridden(backend)
-            ops.attnbackend_ops_verdict(TEACHES if teaches else GIVEN, b"")
-
-    return serve
-
-
-def _linear_op(ops: CDLL) -> Callable[..., Tensor]:
-    run = without_derivatives(f"{NAMESPACE}::cpu_linear", multiply)
-
-    def serve(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        result = input  # of a call that failed
-        with telling(ops):
-            result = run(input, weight, bias)
-            ops.attnbackend_ops_verdict(GIVEN, b"")
-        return result
+        run(call)
+        if len(call[0]) > 0 and not is_overridden(backend):
+            ops.attnbackend_ops_teaches()
 
     return serve

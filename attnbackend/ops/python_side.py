@@ -6,10 +6,8 @@ own: checks, messages and choices stay in one place.
 
 from __future__ import annotations
 
-import signal
 import typing
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from ctypes import CDLL, Structure, byref, c_char_p, c_int64, c_void_p, cast, pointer
 from typing import Any
 
@@ -19,12 +17,11 @@ from attnbackend.native_calls import PYTHON_ONLY
 from attnbackend.ops.calls import SCHEMA_TYPES
 from attnbackend.ops.library import OpRole
 
-__all__ = ["GIVEN", "TEACHES", "begin", "define", "prepare", "telling"]
+__all__ = ["begin", "define", "prepare"]
 
 _LIBRARY = torch.library.Library("attnbackend_python", "FRAGMENT")
 _KINDS = {"Tensor": "W", "Tensor?": "w", "float": "f", "int": "i", "int?": "j", "bool": "b", "str": "s"}
 _ALIKE = str.maketrans("TtPn", "WwWi")
-GIVEN, TEACHES, _INTERRUPTED, _VALUE_ERROR, _OUT_OF_MEMORY, _RUNTIME_ERROR = range(1, 7)
 
 
 class _Numbers(Structure):
@@ -36,7 +33,6 @@ class _Numbers(Structure):
 def prepare(ops: CDLL, roles: Iterable[OpRole], more: tuple[str, ...] = ()) -> None:
     """Makes a library's functions known, and asserts that its source takes what the schemas say."""
     ops.attnbackend_ops_kinds.restype = c_char_p
-    ops.attnbackend_ops_verdict.argtypes = [c_int64, c_char_p]
     hints = (typing.get_type_hints(role.call).values() for role in roles)
     own = " ".join([*("".join(map(_kind, annotations)) for annotations in hints), *more])
     kinds = ops.attnbackend_ops_kinds().decode()
@@ -58,20 +54,3 @@ def define(name: str, schema: str, run: Callable[..., Any] | None) -> None:
     _LIBRARY.define(f"{name}{schema}")
     if run is not None:
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-
-
-@contextmanager
-def telling(ops: CDLL) -> Iterator[None]:
-    """Tells C++ of exceptions, which would not get through it as they are."""
-    try:
-        yield
-    except ValueError as error:
-        ops.attnbackend_ops_verdict(_VALUE_ERROR, str(error).encode())
-    except torch.OutOfMemoryError as error:
-        ops.attnbackend_ops_verdict(_OUT_OF_MEMORY, str(error).encode())
-    except Exception as error:
-        kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
-        ops.attnbackend_ops_verdict(_RUNTIME_ERROR, f"{kind}{error}".encode())
-    except KeyboardInterrupt:
-        heard = callable(signal.getsignal(signal.SIGINT))  # else nothing comes of C++ raising it once more
-        ops.attnbackend_ops_verdict(_INTERRUPTED if heard else _RUNTIME_ERROR, b"KeyboardInterrupt")

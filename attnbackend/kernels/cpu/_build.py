@@ -36,9 +36,9 @@ _FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
-# Torch's stable C interface as of 2.10, which later ones keep.
 _OPS_FLAGS = (
-    "-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-DTORCH_TARGET_VERSION=0x020a000000000000",
+    "-std=c++20", "-O2", "-shared", "-fPIC", "-w",
+    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
 )  # fmt: skip
 
 

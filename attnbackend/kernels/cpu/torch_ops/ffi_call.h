@@ -14,7 +14,7 @@ struct FfiTensor {
   int32_t device, device_index, rank;
   uint8_t kind, bits;
   uint16_t lanes;
-  int64_t *sizes, *strides;
+  const int64_t *sizes, *strides;
   uint64_t offset;
 };
 enum FfiDevice : int32_t { FFI_CPU = 1, FFI_CUDA = 2 };
@@ -25,7 +25,7 @@ struct Ffi {
   int (*set_stream)(int32_t device, int32_t device_index, void* stream, void** before);
   int (*keep)(void* object);
   int (*release)(void* object);
-  AOTITorchError (*current_stream)(int32_t device_index, void** stream);
+  int32_t (*current_stream)(int32_t device_index, void** stream);
 };
 static Ffi ffi = {};
 
@@ -48,7 +48,7 @@ class FfiCall : public Lesson {
     Half halves[2];
     for (size_t i = 0; i < parts.size(); ++i) values[i] = value_of(parts[i], call, tensors[i], halves);
     const TensorView& query = call.tensor(0);
-    const bool on_cuda = query.device == aoti_torch_device_type_cuda();
+    const bool on_cuda = query.device == c10::DeviceType::CUDA;
     void *stream = nullptr, *before = nullptr;
     if (on_cuda && ffi.current_stream(query.device_index, &stream)) return false;
     if (on_cuda && ffi.set_stream(FFI_CUDA, query.device_index, stream, &before)) return false;
@@ -80,19 +80,18 @@ class FfiCall : public Lesson {
   }
 
   static void set(FfiTensor& tensor, const TensorView& x) {
-    tensor = {x.data(), x.device == aoti_torch_device_type_cuda() ? FFI_CUDA : FFI_CPU, x.device_index};
+    tensor = {x.data(), x.device == c10::DeviceType::CUDA ? FFI_CUDA : FFI_CPU, x.device_index};
     if (tensor.device_index < 0) tensor.device_index = 0;
     tensor.rank = static_cast<int32_t>(x.rank);
     tensor.sizes = x.sizes;
     tensor.strides = x.strides;
     tensor.lanes = 1;
     struct {
-      int32_t dtype;
+      at::ScalarType dtype;
       uint8_t kind, bits;  // 0 signed, 1 unsigned, 2 float, 4 bfloat, 10 and 12 float8
-    } const known[] = {{aoti_torch_dtype_int32(), 0, 32},         {aoti_torch_dtype_uint8(), 1, 8},
-                       {aoti_torch_dtype_float32(), 2, 32},       {aoti_torch_dtype_float16(), 2, 16},
-                       {aoti_torch_dtype_bfloat16(), 4, 16},      {aoti_torch_dtype_int64(), 0, 64},
-                       {aoti_torch_dtype_float8_e4m3fn(), 10, 8}, {aoti_torch_dtype_float8_e5m2(), 12, 8}};
+    } const known[] = {{at::kInt, 0, 32},   {at::kByte, 1, 8},      {at::kFloat, 2, 32},
+                       {at::kHalf, 2, 16},  {at::kBFloat16, 4, 16}, {at::kLong, 0, 64},
+                       {at::kFloat8_e4m3fn, 10, 8},                 {at::kFloat8_e5m2, 12, 8}};
     for (const auto& type : known)
       if (type.dtype == x.dtype) tensor.kind = type.kind, tensor.bits = type.bits;
   }

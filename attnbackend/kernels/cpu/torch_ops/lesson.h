@@ -8,11 +8,11 @@
 struct Part {
   enum Kind : int64_t { ABSENT, CONSTANT, HELD, ARGUMENT, HALF };
   int64_t kind;   // HELD: of a torch op's
-  int64_t type;   // of a torch op's: whether its schema makes it optional; of an ffi function's constant: its type
-  int64_t value;  // of a CONSTANT; the handle of a HELD tensor; which of our arguments
+  int64_t type;   // of an ffi function's constant
+  int64_t value;  // of a CONSTANT; the address of a HELD tensor; which of our arguments
   int64_t half;   // of a HALF: 0 keys, 1 values of a cache [blocks, 2, ...]
 
-  AtenTensorHandle held() const { return reinterpret_cast<AtenTensorHandle>(value); }
+  at::Tensor* held() const { return reinterpret_cast<at::Tensor*>(value); }
 };
 constexpr int MOST_PARTS = 64, MOST_DIMENSIONS = 8;
 
@@ -25,7 +25,7 @@ struct Lesson {
   Lesson& operator=(const Lesson&) = delete;
   virtual ~Lesson() {
     for (const Part& part : parts)
-      if (part.kind == Part::HELD) aoti_torch_delete_tensor_object(part.held());
+      if (part.kind == Part::HELD) delete part.held();
   }
   // False: it failed, and Python has the words for what is wrong.
   virtual bool make(const Arguments& call) const = 0;

@@ -11,7 +11,7 @@ struct ByLibrary {
   static void sign_more(Signature& words) {
     for (const char* name : {"ATTNBACKEND_FLASH_ATTN", "ATTNBACKEND_FLASH_ATTN_FP8"}) {
       const char* value = std::getenv(name);
-      add_text(words, value ? value : "");
+      add_text(words, value ? value : "", value ? std::strlen(value) : 0);
     }
   }
   // What failed once is Python's until the plan goes.
@@ -32,44 +32,40 @@ static std::string general_ops[MOST_OPS];  // Python's
 static int num_served = 0;
 static thread_local KnownCalls<ByLibrary> known_calls[MOST_OPS];
 
-static void serve(int which, StableIValue* stack) {
-  const Arguments call(stack, FORWARD);
+template <int which>
+static void forward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const Arguments call(*stack, FORWARD);
   run(general_ops[which].c_str(), call, known_calls[which]);
 }
 
-typedef void (*Kernel)(StableIValue*, uint64_t, uint64_t);
-template <int which>
-static void forward(StableIValue* stack, uint64_t, uint64_t) {
-  serve(which, stack);
+template <int... I>
+static torch::CppFunction kernel_of(int which, std::integer_sequence<int, I...>) {
+  typedef torch::CppFunction (*Make)();
+  static const Make make[] = {&torch::CppFunction::makeFromBoxedFunction<&forward<I>>...};
+  return make[which]();
 }
-static const Kernel KERNELS[MOST_OPS] = {&forward<0>, &forward<1>, &forward<2>, &forward<3>,
-                                         &forward<4>, &forward<5>, &forward<6>, &forward<7>};
 
-static void hold(StableIValue* stack, uint64_t, uint64_t) {}  // the handle is the result: the caller's own
+// The address of a tensor of the caller's own.
+static int64_t hold(const at::Tensor& x) { return reinterpret_cast<int64_t>(new at::Tensor(x)); }
 
-STABLE_TORCH_LIBRARY_IMPL(attnbackend_python, CompositeExplicitAutograd, library) {
-  library.impl("hold", &hold);
-}
+TORCH_LIBRARY_IMPL(attnbackend_python, CompositeExplicitAutograd, library) { library.impl("hold", &hold); }
 
 extern "C" {
 const char* attnbackend_ops_kinds() { return FORWARD; }
 
 // Lets calls of `attnbackend::name` with tensors of a device come here. Whether there was room.
 int64_t attnbackend_ops_serve(const char* name, const char* device) {
-  static std::vector<TorchLibraryHandle> libraries;  // as long as the process
+  static std::vector<torch::Library> libraries;  // as long as the process
   if (num_served == MOST_OPS) return 0;
   general_ops[num_served] = std::string("attnbackend_python::") + name;
-  TorchLibraryHandle library = nullptr;
-  aoti_torch_library_init_impl("attnbackend", device, __FILE__, __LINE__, &library);
-  torch_library_impl(library, name, KERNELS[num_served], TORCH_ABI_VERSION);
-  libraries.push_back(library);
+  libraries.emplace_back(torch::Library::IMPL, "attnbackend", c10::parseDispatchKey(device), __FILE__, __LINE__);
+  libraries.back().impl(name, kernel_of(num_served, std::make_integer_sequence<int, MOST_OPS>()));
   ++num_served;
   return 1;
 }
 
-void attnbackend_ops_teach_op(const char* op, const char* overload, const char* results, const Part* parts,
-                              int64_t count) {
-  taught = std::make_shared<OpCall>(op, overload, results, parts, count);
+void attnbackend_ops_teach_op(const char* op, const char* overload, const Part* parts, int64_t count) {
+  taught = std::make_shared<OpCall>(op, overload, parts, count);
 }
 
 // What this thread knows, as long as the libraries that it belongs to are all there.

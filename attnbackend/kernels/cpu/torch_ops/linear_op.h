@@ -1,5 +1,7 @@
 // `cpu_linear`: products that the kernels compute while an engine serves; all others are Python's.
 #pragma once
+#include <ATen/EmptyTensor.h>
+
 #include "known_calls.h"
 
 // Set once by Python.
@@ -30,36 +32,34 @@ static bool fits(const TensorView& x, const TensorView& weight, const TensorView
   return !bias || (bias.dtype == x.dtype && bias.rank == 1 && bias.sizes[0] == weight.sizes[0] && is_dense(bias));
 }
 
-static AtenTensorHandle multiply(const TensorView& x, const TensorView& weight, const TensorView& bias) {
+// Undefined where it is Python's.
+static at::Tensor multiply(const TensorView& x, const TensorView& weight, const TensorView& bias) {
   LinearArgs a = {x.data(), weight.data(), bias.data()};
   a.outputs = weight.sizes[0];
   a.inputs = a.x_row = a.weight_row = weight.sizes[1];
   a.rows = 1;
   for (int64_t i = 0; i + 1 < x.rank; ++i) a.rows *= x.sizes[i];
-  if (!a.rows || !a.outputs || !a.inputs || a.inputs % LINEAR_MULTIPLE) return nullptr;
-  std::vector<int64_t> sizes(x.sizes, x.sizes + x.rank), strides(x.rank, 1);
+  if (!a.rows || !a.outputs || !a.inputs || a.inputs % LINEAR_MULTIPLE) return {};
+  c10::SmallVector<int64_t, 8> sizes(x.sizes, x.sizes + x.rank);
   sizes.back() = a.outputs;
-  for (int64_t i = x.rank - 2; i >= 0; --i) strides[i] = strides[i + 1] * sizes[i + 1];
-  AtenTensorHandle output = nullptr;
-  aoti_torch_empty_strided(x.rank, sizes.data(), strides.data(), x.dtype, x.device, 0, &output);
-  if (!output) return nullptr;
-  a.output = view_of(output).data();
+  at::Tensor output = at::detail::empty_cpu(sizes, x.dtype);
+  a.output = output.data_ptr();
   a.dtype = dtype_code(x);
-  a.threads = num_threads();
+  a.threads = at::get_num_threads();
   kernels.linear(&a);
   return output;
 }
 
-static AtenTensorHandle serve_linear(const Arguments& call) {
-  if (!serves_linear || !kernels.linear || aoti_torch_grad_mode_is_enabled()) return nullptr;
+static at::Tensor serve_linear(const Arguments& call) {
+  if (!serves_linear || !kernels.linear || at::GradMode::is_enabled()) return {};
   const TensorView x = call.tensor(0), weight = call.tensor(1), bias = call.tensor(2);
-  return fits(x, weight, bias) ? multiply(x, weight, bias) : nullptr;
+  return fits(x, weight, bias) ? multiply(x, weight, bias) : at::Tensor();
 }
 
-static void linear(StableIValue* stack, uint64_t, uint64_t) {
-  const Arguments call(stack, LINEAR);
-  AtenTensorHandle output = serve_linear(call);
-  if (!output) return void(call_python("attnbackend_python::cpu_linear", call, true));
+static void linear(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const Arguments call(*stack, LINEAR);
+  at::Tensor output = serve_linear(call);
+  if (!output.defined()) return void(call_python("attnbackend_python::cpu_linear", call));
   call.release();
-  stack[0] = torch::stable::detail::from(output);
+  stack->emplace_back(std::move(output));
 }

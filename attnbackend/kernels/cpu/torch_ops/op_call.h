@@ -1,55 +1,52 @@
 // A call of another op of torch.
 #pragma once
+#include <torch/csrc/inductor/inductor_ops.h>
+
 #include "lesson.h"
 
 class OpCall : public Lesson {
  public:
-  OpCall(const char* op, const char* overload, const char* results, const Part* parts, int64_t count)
-      : Lesson(parts, count), op(op), overload(overload), results(results) {}
+  OpCall(const char* op, const char* overload, const Part* parts, int64_t count)
+      : Lesson(parts, count), op(c10::Dispatcher::singleton().findSchemaOrThrow(op, overload)) {}
 
   bool make(const Arguments& call) const override {
-    StableIValue stack[MOST_PARTS];
-    for (size_t i = 0; i < parts.size(); ++i) stack[i] = argument_of(parts[i], call);
-    if (torch_call_dispatcher(op.c_str(), overload.c_str(), stack, TORCH_ABI_VERSION)) return false;
-    for (size_t i = 0; i < results.size(); ++i) drop(stack[i], results[i]);
+    torch::jit::Stack stack;
+    stack.reserve(MOST_PARTS);
+    for (size_t i = 0; i < parts.size(); ++i) stack.push_back(argument_of(parts[i], call, i));
+    try {
+      op.callBoxed(&stack);
+    } catch (const std::exception&) {
+      return false;
+    }
     return true;
   }
 
  private:
-  const std::string op, overload, results;  // results: T a tensor, L a list of tensors
+  const c10::OperatorHandle op;
 
-  // What goes on the stack of the op, which takes it over.
-  static StableIValue argument_of(const Part& part, const Arguments& call) {
-    if (part.kind == Part::ABSENT) return 0;
-    StableIValue value = static_cast<StableIValue>(part.value);
-    if (part.kind != Part::CONSTANT) value = torch::stable::detail::from(tensor_of(part, call));
-    return part.type ? torch::stable::detail::from(new StableIValue(value)) : value;
+  c10::IValue argument_of(const Part& part, const Arguments& call, size_t i) const {
+    switch (part.kind) {
+      case Part::ABSENT: return {};
+      case Part::CONSTANT: return constant(*op.schema().arguments()[i].type(), part.value);
+      case Part::HELD: return *part.held();
+      case Part::ARGUMENT: return *call.tensor(part.value).tensor;
+      default: return half_of(call.tensor(part.value), part.half);
+    }
   }
 
-  static AtenTensorHandle tensor_of(const Part& part, const Arguments& call) {
-    AtenTensorHandle own = nullptr;
-    if (part.kind == Part::HALF) {
-      const TensorView& cache = call.tensor(part.value);
-      Half half;
-      half.set(cache, part.half);
-      aoti_torch__reinterpret_tensor(cache.handle, half.rank, half.sizes, half.strides, half.first, &own);
-    } else {
-      const bool is_held = part.kind == Part::HELD;
-      aoti_torch_new_tensor_handle(is_held ? part.held() : call.tensor(part.value).handle, &own);
-    }
-    return own;
+  static c10::IValue constant(const c10::Type& type, int64_t bits) {
+    if (const auto* optional = type.castRaw<c10::OptionalType>()) return constant(*optional->getElementType(), bits);
+    if (type.kind() == c10::TypeKind::BoolType) return bits != 0;
+    if (type.kind() != c10::TypeKind::FloatType) return bits;
+    double number = 0;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
   }
 
-  static void drop(StableIValue result, char kind) {
-    if (kind == 'T') return void(aoti_torch_delete_tensor_object(Arguments::as<AtenTensorHandle>(result)));
-    const StableListHandle list = Arguments::as<StableListHandle>(result);
-    size_t size = 0;
-    torch_list_size(list, &size);
-    for (size_t i = 0; i < size; ++i) {
-      StableIValue element = 0;
-      torch_list_get_item(list, i, &element);
-      aoti_torch_delete_tensor_object(Arguments::as<AtenTensorHandle>(element));
-    }
-    torch_delete_list(list);
+  static at::Tensor half_of(const TensorView& cache, int64_t which) {
+    Half half;
+    half.set(cache, which);
+    const size_t rank = static_cast<size_t>(half.rank);
+    return torch::inductor::_reinterpret_tensor(*cache.tensor, {half.sizes, rank}, {half.strides, rank}, half.first);
   }
 };

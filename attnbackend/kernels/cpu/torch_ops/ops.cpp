@@ -98,7 +98,7 @@ static bool serve_forward(const Arguments& call) {
   const TensorView query = call.tensor(0), cache = call.tensor(3), output = call.tensor(4);
   const TensorView lse = call.tensor(9), sinks = call.tensor(15);
   const bool does_more = call.tensor(16) || call.tensor(17) || call.tensor(20) || call.tensor(21);
-  if (does_more || std::strcmp(call.text(23), "decoder")) return false;
+  if (does_more || call.text(23) != "decoder") return false;
   const int64_t tokens = query.sizes[0];
   if (!tokens || !has_rows(output, tokens) || !has_rows(lse, tokens)) return false;
   if (!has_rows(call.tensor(1), tokens) || !has_rows(call.tensor(2), tokens)) return false;
@@ -117,13 +117,13 @@ static bool serve_forward(const Arguments& call) {
   a.chunk = call.integer(12);
   a.scale = call.number(8);
   a.soft_cap = call.number(13);
-  a.threads = num_threads();
+  a.threads = at::get_num_threads();
   return kernels.attention(&a) == 0;
 }
 
-static void forward(StableIValue* stack, uint64_t, uint64_t) {
+static void forward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   static thread_local KnownCalls<ByKernel<serve_forward>> known;
-  const Arguments call(stack, FORWARD);
+  const Arguments call(*stack, FORWARD);
   run("attnbackend_python::cpu_attn_forward", call, known);
 }
 
@@ -164,13 +164,13 @@ static bool serve_forward_mqa(const Arguments& call) {
   set_scales(a, scale, scale);
   a.paged = a.causal = 1;
   a.scale = call.number(7);
-  a.threads = num_threads();
+  a.threads = at::get_num_threads();
   return kernels.attention(&a) == 0;
 }
 
-static void forward_mqa(StableIValue* stack, uint64_t, uint64_t) {
+static void forward_mqa(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   static thread_local KnownCalls<ByKernel<serve_forward_mqa>> known;
-  const Arguments call(stack, FORWARD_MQA);
+  const Arguments call(*stack, FORWARD_MQA);
   run("attnbackend_python::cpu_mla_forward_mqa", call, known);
 }
 
@@ -199,13 +199,13 @@ static bool serve_update(const Arguments& call) {
   w.k_scale_step = scale_step(k_scale);
   w.v_scale = static_cast<const float*>(v_scale.data());
   w.v_scale_step = scale_step(v_scale);
-  w.threads = num_threads();
+  w.threads = at::get_num_threads();
   return kernels.cache_write(&w) == 0;
 }
 
-static void update(StableIValue* stack, uint64_t, uint64_t) {
+static void update(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   static thread_local KnownCalls<ByKernel<serve_update>> known;
-  const Arguments call(stack, UPDATE);
+  const Arguments call(*stack, UPDATE);
   run("attnbackend_python::cpu_attn_kv_cache_update", call, known);
 }
 
@@ -228,22 +228,22 @@ static bool serve_mla_update(const Arguments& call) {
   w.key_token = latent.strides[0];
   w.value_token = rope.strides[0];
   w.k_scale = w.v_scale = static_cast<const float*>(scale.data());
-  w.threads = num_threads();
+  w.threads = at::get_num_threads();
   return kernels.cache_write(&w) == 0;
 }
 
-static void mla_update(StableIValue* stack, uint64_t, uint64_t) {
+static void mla_update(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   static thread_local KnownCalls<ByKernel<serve_mla_update>> known;
-  const Arguments call(stack, MLA_UPDATE);
+  const Arguments call(*stack, MLA_UPDATE);
   run("attnbackend_python::cpu_mla_mla_kv_cache_update", call, known);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(attnbackend, CPU, library) {
-  library.impl("cpu_attn_forward", &forward);
-  library.impl("cpu_attn_kv_cache_update", &update);
-  library.impl("cpu_mla_forward_mqa", &forward_mqa);
-  library.impl("cpu_mla_mla_kv_cache_update", &mla_update);
-  library.impl("cpu_linear", &linear);
+TORCH_LIBRARY_IMPL(attnbackend, CPU, library) {
+  library.impl("cpu_attn_forward", torch::CppFunction::makeFromBoxedFunction<&forward>());
+  library.impl("cpu_attn_kv_cache_update", torch::CppFunction::makeFromBoxedFunction<&update>());
+  library.impl("cpu_mla_forward_mqa", torch::CppFunction::makeFromBoxedFunction<&forward_mqa>());
+  library.impl("cpu_mla_mla_kv_cache_update", torch::CppFunction::makeFromBoxedFunction<&mla_update>());
+  library.impl("cpu_linear", torch::CppFunction::makeFromBoxedFunction<&linear>());
 }
 
 extern "C" {
