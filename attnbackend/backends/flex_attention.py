@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnbackend._torch_compat import flex_attention_reason
-from attnbackend.backends.standard import FullFeaturedBackend, StandardImpl
+from attnbackend.backends.standard import FullFeaturedBackend, StandardImpl, write_empty
 from attnbackend.impl import AttentionParams, OptionalTensors
 from attnbackend.kernels.flex import (
     FormKey,
@@ -113,10 +113,10 @@ class FlexAttentionImpl(StandardImpl):
             output[rows] = out_MHD.index_select(0, packing.place_T)
             if tensors.lse is not None:
                 tensors.lse[rows] = lse_MH.index_select(0, packing.place_T)
-            _write_empty(output, tensors.lse, packing.empty)
+            write_empty(output, tensors.lse, packing.empty)
         else:
-            _write_empty(output, tensors.lse, rows)
-        _write_empty(output, tensors.lse, slice(rows.stop, None))
+            write_empty(output, tensors.lse, rows)
+        write_empty(output, tensors.lse, slice(rows.stop, None))
 
     def _packed_sides(
         self, key: Tensor | None, value: Tensor | None, kv_cache: Tensor, packing: Packing,
@@ -150,12 +150,6 @@ def _with_sinks(out_MHD: Tensor, lse_MH: Tensor, sinks_H: Tensor) -> tuple[Tenso
     kept = torch.where(lse_MH == -torch.inf, 0.0, torch.sigmoid(lse_MH - sinks))
     out = (out_MHD.float() * kept.unsqueeze(-1)).to(out_MHD.dtype)
     return out, torch.logaddexp(lse_MH, sinks.expand_as(lse_MH))
-
-
-def _write_empty(output: Tensor, lse: Tensor | None, rows: slice | Tensor) -> None:
-    output[rows] = 0
-    if lse is not None:
-        lse[rows] = -torch.inf
 
 
 class FlexAttentionBackend(FullFeaturedBackend):

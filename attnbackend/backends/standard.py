@@ -26,6 +26,7 @@ __all__ = [
     "StandardCacheBackend",
     "StandardImpl",
     "kernel_features",
+    "write_empty",
 ]
 
 
@@ -164,6 +165,13 @@ class PagedKernelImpl(StandardImpl):
         self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, tensors: OptionalTensors
     ) -> None:
         write_sides(self.write_kernel(), key, value, kv_cache, slot_mapping, tensors)
+
+
+def write_empty(output: Tensor, lse: Tensor | None, rows: slice | Tensor) -> None:
+    """The state of rows that see no key."""
+    output[rows] = 0
+    if lse is not None:
+        lse[rows] = -torch.inf
 
 
 def write_sides(

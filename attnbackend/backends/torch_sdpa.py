@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnbackend.backends.key_masks import KeyMask
-from attnbackend.backends.standard import FullFeaturedBackend, StandardImpl
+from attnbackend.backends.standard import FullFeaturedBackend, StandardImpl, write_empty
 from attnbackend.impl import OptionalTensors
 from attnbackend.metadata import (
     AttentionMetadata,
@@ -87,7 +87,7 @@ class TorchSDPAImpl(StandardImpl):
         for request in attn_metadata.requests:
             rows = slice(request.start, request.stop)
             if request.seq_len == 0:
-                self._write_empty(output, tensors.lse, rows)
+                write_empty(output, tensors.lse, rows)
                 continue
             keys = range(self._first_key(request, tensors), request.seq_len)
             if self.params.attn_type.keeps_no_cache:
@@ -96,13 +96,7 @@ class TorchSDPAImpl(StandardImpl):
                 table = attn_metadata.common.block_table[request.row]
                 k_LKD, v_LKD = self._gather(kv_cache, table, keys, tensors)
             self._attend(query, k_LKD, v_LKD, output, request, keys, tensors)
-        self._write_empty(output, tensors.lse, slice(attn_metadata.num_tokens, None))
-
-    @staticmethod
-    def _write_empty(output: Tensor, lse: Tensor | None, rows: slice) -> None:
-        output[rows] = 0
-        if lse is not None:
-            lse[rows] = -torch.inf
+        write_empty(output, tensors.lse, slice(attn_metadata.num_tokens, None))
 
     def _first_key(self, request: Request, tensors: OptionalTensors) -> int:
         """First position that any of the request's queries sees."""

@@ -32,6 +32,7 @@ from attnbackend.metadata import (
     CommonAttentionMetadata,
 )
 from attnbackend.native_calls import lessons
+from attnbackend.ops.binding import LN_2
 from attnbackend.types import AttentionCGSupport, KVCacheLayout, LSEBase, MultipleOf, Reason
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ __all__ = ["TwoPhaseBackend", "TwoPhaseImpl", "TwoPhaseMetadata", "TwoPhaseMetad
 Parts = tuple[type[AttentionBackend], type[AttentionBackend]]
 """The backend for prompts, and that for decode."""
 
-_LN_2 = math.log(2.0)
 _BESIDE_BYTES = 64 << 20
 """Keys and values that decode reads, from which on it runs beside the prompts, on a second stream: that costs
 the host as much as a few kernels."""
@@ -234,7 +234,7 @@ class TwoPhaseImpl(AttentionImpl):
         else:
             self._impls[part].forward(query, key, value, kv_cache, plan, output, tensors)
         if tensors.lse is not None and self.parts[part].lse_base is LSEBase.TWO:
-            tensors.lse.mul_(_LN_2)
+            tensors.lse.mul_(LN_2)
 
     def kv_cache_update(
         self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, tensors: OptionalTensors

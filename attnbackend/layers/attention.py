@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnbackend.layers.heads import HeadedLayer
+from attnbackend.layers.heads import CachedLayer
 from attnbackend.layers.paged import BatchTensors, BoundLayer, write_and_attend
 
 __all__ = ["Attention"]
 
 
-class Attention(HeadedLayer):
+class Attention(CachedLayer):
     """Paged attention over a cache that the runtime binds.
 
     Args:
@@ -47,7 +47,7 @@ class Attention(HeadedLayer):
         sinks: Tensor | None = None,
         kv_sharing_target: str | None = None,
     ) -> None:
-        super().__init__(num_heads, head_size, scale, num_kv_heads)
+        super().__init__(num_heads, head_size, scale, num_kv_heads, logits_soft_cap, sinks)
         if sliding_window is not None and attention_chunk_size is not None:
             raise ValueError(
                 f"sliding_window={sliding_window} and attention_chunk_size={attention_chunk_size} are both "
@@ -55,17 +55,7 @@ class Attention(HeadedLayer):
             )
         self.sliding_window, self.attention_chunk_size = sliding_window, attention_chunk_size
         self.kv_sharing_target = kv_sharing_target
-        self.logits_soft_cap = logits_soft_cap
-        self.kv_cache_dtype, self.group = "auto", -1
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
-        self.register_buffer("sinks", sinks, persistent=False)
-        for name in ("kv_cache", "k_scale", "v_scale"):
-            self.register_buffer(name, None, persistent=False)
-
-    def bind(self, layer: BoundLayer) -> None:
-        """Gives the layer its cache, or that of the layer with which it shares one."""
-        self.kv_cache, self.k_scale, self.v_scale = layer.kv_cache, layer.k_scale, layer.v_scale
-        self.kv_cache_dtype, self.group = layer.kv_cache_dtype, layer.group
 
     def forward(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, batch: BatchTensors,
@@ -87,12 +77,8 @@ class Attention(HeadedLayer):
             RuntimeError: no cache was bound.
             ValueError: keys for a layer that writes none, or none for one that does.
         """
-        if self.kv_cache is None:
-            raise RuntimeError(
-                "this Attention layer has no cache; call bind(BoundLayer(kv_cache, ...)) first"
-            )
         layer = BoundLayer(
-            self.kv_cache, self.kv_cache_dtype, self.group, self.k_scale, self.v_scale,
+            self._bound(), self.kv_cache_dtype, self.group, self.k_scale, self.v_scale,
             writes_cache=self.kv_sharing_target is None,
         )  # fmt: skip
         k_TKD, v_TKD = (None if x is None else self.keys(x) for x in (key, value))
@@ -104,8 +90,4 @@ class Attention(HeadedLayer):
         )  # fmt: skip
         return out_THD.view(query.shape)
 
-    kv_cache: Tensor | None
-    k_scale: Tensor | None
-    v_scale: Tensor | None
     alibi_slopes: Tensor | None
-    sinks: Tensor | None

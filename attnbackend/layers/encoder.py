@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from attnbackend._torch_compat import register_namedtuple
-from attnbackend.layers.heads import HeadedLayer
-from attnbackend.layers.paged import BoundLayer
+from attnbackend.layers.heads import CachedLayer, HeadedLayer
 from attnbackend.ops import attention, kv_cache_update
 from attnbackend.types import AttentionType
 
@@ -113,7 +112,7 @@ class EncoderAttention(HeadedLayer):
     sinks: Tensor | None
 
 
-class CrossAttention(HeadedLayer):
+class CrossAttention(CachedLayer):
     """A decoder's attention to an encoder's output, whose keys and values have a cache of their own.
 
     `write` puts them there once a request; `forward` reads them at every step.
@@ -136,17 +135,7 @@ class CrossAttention(HeadedLayer):
         logits_soft_cap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> None:
-        super().__init__(num_heads, head_size, scale, num_kv_heads)
-        self.logits_soft_cap = logits_soft_cap
-        self.kv_cache_dtype, self.group = "auto", -1
-        self.register_buffer("sinks", sinks, persistent=False)
-        for name in ("kv_cache", "k_scale", "v_scale"):
-            self.register_buffer(name, None, persistent=False)
-
-    def bind(self, layer: BoundLayer) -> None:
-        """Gives the layer its cache, of a `CrossAttentionSpec`; its blocks are apart from the decoder's."""
-        self.kv_cache, self.k_scale, self.v_scale = layer.kv_cache, layer.k_scale, layer.v_scale
-        self.kv_cache_dtype, self.group = layer.kv_cache_dtype, layer.group
+        super().__init__(num_heads, head_size, scale, num_kv_heads, logits_soft_cap, sinks)
 
     def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Writes keys and values of encoder tokens.
@@ -184,15 +173,3 @@ class CrossAttention(HeadedLayer):
             attn_type=str(AttentionType.ENCODER_DECODER), group=self.group,
         )  # fmt: skip
         return output.view(query.shape)
-
-    def _bound(self) -> Tensor:
-        if self.kv_cache is None:
-            raise RuntimeError(
-                "this CrossAttention layer has no cache; call bind(BoundLayer(kv_cache, ...)) first"
-            )
-        return self.kv_cache
-
-    kv_cache: Tensor | None
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    sinks: Tensor | None

@@ -20,15 +20,17 @@ from attnbackend.backends.mla.triton_rows import TritonLatentRows
 from attnbackend.impl import AttentionParams, MLADims, MLATensors
 from attnbackend.kv_cache import spec_of
 from attnbackend.metadata import CommonAttentionMetadata
+from attnbackend.ops.binding import LN_2
 from attnbackend.selector import AttentionSelectorConfig
 from attnbackend.types import LSEBase, MultipleOf, Reason
 
-__all__ = ["RANK", "ROPE", "LibraryMLABackend", "LibraryRows", "import_problem"]
+__all__ = ["RANK", "REFUSALS", "ROPE", "LibraryMLABackend", "LibraryRows", "import_problem"]
 
 RANK, ROPE = 512, 64
 _ERROR = 0.02
 """Largest error allowed, of outputs in units of the largest value: right or wrong, no more."""
-_REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError, ImportError, OSError)
+REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError, ImportError, OSError)
+"""What a library raises of a call that it does not take."""
 
 
 def import_problem(module: str, names: tuple[str, ...] = ()) -> str | None:
@@ -215,11 +217,11 @@ class _Trial:
         lse = torch.full(shape, math.nan, device=self.device)
         try:
             self._run(query, rows, output, None if bare else lse)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         exact, exact_lse = _expected(query, rows, [r.queries for r in self.requests], self.params.scale)
         if self.backend.lse_base is LSEBase.TWO:
-            lse *= math.log(2)
+            lse *= LN_2
         return _difference(output, exact_lse if bare else lse, exact, exact_lse)
 
     def _run(self, query: Tensor, rows: list[Tensor], output: Tensor, lse: Tensor | None) -> None:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attnbackend.backends.mla.library import import_problem
+from attnbackend.backends.mla.library import REFUSALS, import_problem
 from attnbackend.backends.mla.prefill import MLAPrefill, MLAPrefillConfig
 from attnbackend.mla_metadata import MLAPrefillMetadata
 from attnbackend.types import LSEBase, Reason
@@ -24,7 +24,6 @@ from attnbackend.types import LSEBase, Reason
 __all__ = ["FlashAttentionPrefill"]
 
 _MAX_HEAD_SIZE = 256
-_REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError, ImportError, OSError)
 
 
 class PrefillProvider(ABC):
@@ -142,7 +141,7 @@ def _problem(provider: PrefillProvider, config: MLAPrefillConfig) -> str | None:
         output = torch.full((108, config.num_heads, width), math.nan, dtype=config.dtype, device=device)
         try:
             lse = provider.attend(query, key, value, metadata, output, scale)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         for rows, keys in ((slice(0, 5), slice(0, 40)), (slice(8, 108), slice(40, 140))):
             exact = _attend(query[rows], key[keys], value[keys], scale, causal)
