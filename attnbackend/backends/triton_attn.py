@@ -57,6 +57,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     Both kernels read lengths on the device and launch grids that depend on shapes alone, so a graph
     of either replays any batch that its bound allows. For a capture, `max_query_len` must therefore
     bound every batch that will be replayed: 1 for a graph of decode steps only, more for any other.
+    Outside of graphs a plan may have prompts over a float8 cache served from a widened copy.
     """
 
     cudagraph_support = AttentionCGSupport.ALWAYS
