@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -263,11 +264,14 @@ def _common_dtype(
 
 def _storage(num_blocks: int, num_elements: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Memory of any type, float8 included, on any device; a CPU touches no page before its use."""
-    num_bytes = num_elements * dtype.itemsize
+    num_bytes, place = num_elements * dtype.itemsize, torch.device(device)
+    check = partial(check_room, num_blocks, num_bytes // max(1, num_blocks), place)
+    if place.type == "cpu":  # Systems promise more than they have.
+        check()
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device).view(dtype)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=place).view(dtype)
     except (RuntimeError, TypeError):  # TypeError: more than torch can count
-        check_room(num_blocks, num_bytes // num_blocks, torch.device(device))
+        check()
         raise
 
 

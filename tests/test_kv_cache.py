@@ -210,6 +210,7 @@ def test_layers_that_cannot_share_a_buffer_are_refused(specs, backends, match):
     ids=["a layer", "one buffer"],
 )
 def test_more_blocks_than_there_is_memory_are_refused_with_what_fits(allocate, num_blocks):
+    """A system may promise them: a CPU's memory is looked at before."""
     page = kv_cache_geometry(TOY, spec(), 1).page_size_bytes
     fitting = most_memory(torch.device("cpu")) // page
     with pytest.raises(ValueError, match=rf"num_blocks={num_blocks} of {page} .*at most {fitting} blocks"):
