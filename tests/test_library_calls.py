@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -323,6 +324,21 @@ def test_what_the_library_raises_is_raised(error: BaseException, monkeypatch: py
                 attend(batch)
         assert raised.value is error
         assert torch.equal(attend(batch), expected)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_interrupts_a_call_once_is_not_tried_again(
+    error: type[BaseException], in_python: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = layer()
+    with set_forward_context(planned(batch)):
+        attend(batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeProvider, "attend", Mock(side_effect=[error, None]))
+            with pytest.raises(error):
+                attend(batch)
+        attend(batch)
+    assert len(in_python) == 1
 
 
 def test_refusals_are_those_of_python(in_python: list[Tensor]) -> None:

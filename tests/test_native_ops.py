@@ -286,7 +286,16 @@ FIRST_CALLS = """
 import sys, threading
 import torch
 import attnbackend
+from attnbackend.ops import cpu_linear, native
 
+define = native.define
+
+def define_while_others_call(*args):
+    assert cpu_linear.cpu_linear(torch.ones(2, 32), torch.ones(1, 32)).sum() == 64
+    define(*args)
+
+native.define = define_while_others_call
+torch.set_grad_enabled(False)
 sys.setswitchinterval(1e-6)
 barrier, served = threading.Barrier(8), []
 
@@ -310,7 +319,7 @@ assert served == [True] * 8, served
 
 
 def test_threads_may_make_a_process_s_first_calls_at_once() -> None:
-    """Ops are defined once."""
+    """Ops are defined once, and served while they are being defined for C++."""
     subprocess.run([sys.executable, "-c", FIRST_CALLS], check=True)
 
 
@@ -411,6 +420,15 @@ def test_products_that_do_not_fit_are_torch_s_to_refuse() -> None:
         kind, message = outcome(lambda: cpu_linear.cpu_linear(x, weight))
     assert (kind, message) == outcome(lambda: torch.nn.functional.linear(x, weight))
     assert kind is RuntimeError
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_products_without_numbers_are_refused(place: int) -> None:
+    """Torch asks the fake of an op where one tensor is on "meta"."""
+    tensors = [torch.ones(2, 64), torch.ones(8, 64), torch.ones(8)]
+    tensors[place] = tensors[place].to("meta")
+    with pytest.raises(ValueError, match="device of what cpu_linear multiplies by is"):
+        cpu_linear.cpu_linear(*tensors)
 
 
 def test_a_model_used_by_itself_multiplies_as_torch_does(in_python: list[int]) -> None:

@@ -14,6 +14,7 @@ from attnbackend.kv_cache import resolve_kv_cache_dtype
 __all__ = [
     "check_cache",
     "check_contiguous_rows",
+    "check_device",
     "check_factor",
     "check_no_grad",
     "check_query_start_loc",
@@ -53,6 +54,13 @@ def check_scale(what: str, scale: Tensor | None, num_kv_heads: int, like: Tensor
         fail(f"number of elements of {what}", scale.numel(), f"1 or num_kv_heads={num_kv_heads}")
     if scale.dtype != torch.float32 or scale.device != like.device:
         fail(what, f"{scale.dtype} on {scale.device}", f"torch.float32 on {like.device}")
+
+
+def check_device(op: str, x: Tensor, others: Iterable[Tensor | None]) -> None:
+    """Of fakes, which torch also runs where one tensor of several is on "meta": it would hold no numbers."""
+    for other in others:
+        if other is not None and other.device != x.device:
+            fail(f"device of what {op} multiplies by", other.device, f"{x.device}, as its input")
 
 
 def check_contiguous_rows(what: str, x: Tensor | None) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnbackend.ops.argument_checks import check_device
 from attnbackend.ops.library import NAMESPACE, define_function
 
 __all__ = ["LINEAR_SCHEMA", "WHEN_USED", "cpu_linear", "multiply", "own_products"]
@@ -43,6 +44,7 @@ def multiply(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tens
 
 
 def _fake(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    check_device("cpu_linear", x, (weight_OI, bias_O))
     return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
 
 

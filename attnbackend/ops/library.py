@@ -18,6 +18,7 @@ from attnbackend._torch_compat import add_cache_key
 from attnbackend.graph_breaks import run_between
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall, schema_of
 from attnbackend.ops.mla_calls import MLAAttentionCall, MLACacheUpdateCall, MLAMixedCall, MLAPrefillCall
+from attnbackend.ops.negated import resolve_negated
 from attnbackend.ops.transforms import check_no_tangents, refuse_transforms, without_derivatives
 
 __all__ = [
@@ -106,6 +107,7 @@ def _define(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     op: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     refuse_transforms(_LIBRARY, op)
+    resolve_negated(_LIBRARY, op)
     return op
 
 

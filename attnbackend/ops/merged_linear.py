@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnbackend.ops.argument_checks import check_device
 from attnbackend.ops.library import NAMESPACE, define_function
 
 __all__ = ["joined", "merged_linear"]
@@ -50,6 +51,7 @@ def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
         raise ValueError(
             f"merged_linear: {len(weights)} weights and {len(biases)} biases; give none or as many"
         )
+    check_device("merged_linear", x, (*weights, *biases))
     return x.new_empty(*x.shape[:-1], sum(w.shape[0] for w in weights))
 
 

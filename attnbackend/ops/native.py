@@ -69,6 +69,7 @@ def _served() -> str | None:
     WHEN_USED.append(ops.attnbackend_ops_serve_linear)
     ops.attnbackend_ops_share(byref(_shared(kernels)))
     begin(ops, EPOCH)
+    ops.attnbackend_ops_serve()
     return None
 
 

@@ -99,7 +99,8 @@ class _Source:
 
     @property
     def path(self) -> Path:
-        parts = [*self.flags, *self.links, self.machine, torch.__version__, sys.platform]
+        torch_is = f"{torch.__version__} {torch.version.git_version}"
+        parts = [*self.flags, *self.links, self.machine, torch_is, sys.platform]
         digest = hashlib.sha256("\0".join(parts).encode())
         files = [path for folder in {_FOLDER, self.entry.parent} for path in folder.iterdir()]
         for path in sorted(path for path in files if path.suffix in (".h", ".cpp")):
@@ -213,7 +214,7 @@ def load_library(target: Target | None = None) -> ctypes.CDLL:
 
 
 def load_ops() -> ctypes.CDLL:
-    """As `load_library`, of the ops; loading it registers them with torch."""
+    """As `load_library`, of the ops."""
     return _load_or_rebuild(build_ops, _open)
 
 

@@ -15,7 +15,7 @@ class OpCall : public Lesson {
     for (size_t i = 0; i < parts.size(); ++i) stack.push_back(argument_of(parts[i], call, i));
     try {
       op.callBoxed(&stack);
-    } catch (const std::exception&) {
+    } catch (const c10::Error&) {  // what an op in Python raised, such as Ctrl-C, goes on as it is
       return false;
     }
     return true;

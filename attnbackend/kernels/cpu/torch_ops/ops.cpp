@@ -238,7 +238,10 @@ static void mla_update(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   run("attnbackend_python::cpu_mla_mla_kv_cache_update", call, known);
 }
 
-TORCH_LIBRARY_IMPL(attnbackend, CPU, library) {
+extern "C" {
+// Lets calls come here. Python's side is there by then: other threads may be calling.
+void attnbackend_ops_serve() {
+  static torch::Library library(torch::Library::IMPL, "attnbackend", c10::DispatchKey::CPU, __FILE__, __LINE__);
   library.impl("cpu_attn_forward", torch::CppFunction::makeFromBoxedFunction<&forward>());
   library.impl("cpu_attn_kv_cache_update", torch::CppFunction::makeFromBoxedFunction<&update>());
   library.impl("cpu_mla_forward_mqa", torch::CppFunction::makeFromBoxedFunction<&forward_mqa>());
@@ -246,7 +249,6 @@ TORCH_LIBRARY_IMPL(attnbackend, CPU, library) {
   library.impl("cpu_linear", torch::CppFunction::makeFromBoxedFunction<&linear>());
 }
 
-extern "C" {
 const char* attnbackend_ops_kinds() {
   static const std::string kinds =
       std::string(FORWARD) + " " + UPDATE + " " + FORWARD_MQA + " " + MLA_UPDATE + " " + LINEAR;
