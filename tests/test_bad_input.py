@@ -38,6 +38,10 @@ def meta(x: Tensor) -> Tensor:
 
 
 ATTENTION_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        f"{name} without dimensions": ({name: lambda x: x.flatten()[0]}, rf"shape of {name} is \(\)")
+        for name in ("query", "key", "kv_cache", "output", "seq_lens", "block_table")
+    },
     "query of two dimensions": (
         {"query": lambda q: q.flatten(1)},
         r"query.* \(24, 256\).*num_tokens, num_heads, head_size",
@@ -260,6 +264,10 @@ def write(**changes: Any) -> Tensor:
 
 
 WRITE_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        f"{name} without dimensions": ({name: torch.tensor(1)}, rf"shape of {name} is \(\)")
+        for name in ("key", "value", "kv_cache", "slot_mapping")
+    },
     "slots as int32": (
         {"slot_mapping": torch.ones(3, dtype=torch.int32)},
         "slot_mapping is torch.int32; expected torch.int64",

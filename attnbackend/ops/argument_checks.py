@@ -16,6 +16,7 @@ __all__ = [
     "check_contiguous_rows",
     "check_device",
     "check_factor",
+    "check_has_dimensions",
     "check_no_grad",
     "check_query_start_loc",
     "check_scale",
@@ -61,6 +62,13 @@ def check_device(op: str, x: Tensor, others: Iterable[Tensor | None]) -> None:
     for other in others:
         if other is not None and other.device != x.device:
             fail(f"device of what {op} multiplies by", other.device, f"{x.device}, as its input")
+
+
+def check_has_dimensions(call: Any) -> None:
+    """Of all tensors of a call but scales of a cache, which may be numbers."""
+    for what, x in call._asdict().items():
+        if isinstance(x, Tensor) and not x.dim() and what not in ("k_scale", "v_scale"):
+            fail(f"shape of {what}", (), "at least one dimension")
 
 
 def check_contiguous_rows(what: str, x: Tensor | None) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from attnbackend._torch_compat import add_cache_key
 from attnbackend.graph_breaks import run_between
+from attnbackend.ops.argument_checks import check_has_dimensions
 from attnbackend.ops.calls import AttentionCall, KVCacheUpdateCall, schema_of
 from attnbackend.ops.mla_calls import MLAAttentionCall, MLACacheUpdateCall, MLAMixedCall, MLAPrefillCall
 from attnbackend.ops.negated import resolve_negated
@@ -96,7 +97,11 @@ def define_op(
 def serve(op: str, run: Callable[[Any], None], call: Any) -> None:
     """What an op of a role does, given the bound arguments."""
     check_no_tangents(op, call)
-    run_between(run, call)
+    try:
+        run_between(run, call)
+    except IndexError:
+        check_has_dimensions(call)
+        raise
 
 
 def _define(
