@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_page_has_the_table_of_its_files(table: str, files: list[str]) -> None:
     assert "\n".join([header, "|" + "---|" * (header.count("|") - 1), *rows]) + "\n\n" in _PAGE
 
 
-def _result(point: str, pair: float, alone: float, fa3: float, cudnn: float) -> dict[str, object]:
+def _result(point: str, pair: float, alone: float, fa3: float, cudnn: float) -> dict[str, Any]:
     us = {"FLASH_ATTN+TRITON_ATTN": pair, "TRITON_ATTN": alone, "fa3_direct": fa3, "cudnn_sdpa": cudnn}
     best = min(("fa3_direct", "cudnn_sdpa"), key=us.__getitem__)
     speeds = {side: us[best] / us[side] for side in ("FLASH_ATTN+TRITON_ATTN", "TRITON_ATTN")}
@@ -51,6 +52,8 @@ def test_grid_is_summed_up_by_kind() -> None:
 
 def test_slower_points_are_listed_with_the_peer_that_is_faster() -> None:
     row = "| prefill 16x512 | 32/8x128 | 16 | bfloat16 | 10.0 | 5.0 (cuDNN) | 0.500 |"
-    assert below_table(_RESULTS)[1:] == [f"{row} - |"]
+    assert below_table(_RESULTS)[1:] == [f"{row} - | - | - |"]
     again = _result(str(_RESULTS[2]["point"]), 10.0, 1.0, 8.0, 9.0)
-    assert below_table(_RESULTS, [again])[1:] == [f"{row} 0.800 |"]
+    assert below_table(_RESULTS, [again])[1:] == [f"{row} 0.800 | - | - |"]
+    again["graph_us"] |= {"fa3_from_query": 8.5, "FLASH_ATTN+TRITON_ATTN in float8": 5.0}
+    assert below_table(_RESULTS, [again])[1:] == [f"{row} 0.800 | 0.850 | 1.700 |"]
