@@ -200,6 +200,49 @@ def test_a_copy_is_made_where_it_pays(
     assert copied_pages(builder_of(**changes), batch_of(queries, lens)) == pages
 
 
+class Rounds(TorchSDPABackend):
+    """Reads float8 caches itself, with rounded queries, as FlashAttention 3 may be allowed to."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "ROUNDS"
+
+    @classmethod
+    def query_dtype(cls, kv_cache_dtype: str) -> torch.dtype | None:
+        return torch.float8_e4m3fn if kv_cache_dtype.startswith("fp8") else None
+
+
+@pytest.mark.parametrize(
+    ("queries", "lens", "head_size", "kind"),
+    [
+        ([2000], [2000], 64, "copy"),
+        ([16_384], [16_384], 64, "copy"),
+        ([16_385], [16_385], 64, "rounded"),
+        ([16_385], [16_385], 128, "copy"),
+        ([40], [60_000], 64, "decode"),
+        ([1, 20_000], [60_000, 20_000], 64, "rounded"),
+    ],
+)
+def test_a_prompt_backend_that_may_round_its_queries_does_so_where_that_leads(
+    queries: list[int], lens: list[int], head_size: int, kind: str
+) -> None:
+    register_backend()(Rounds)
+    params = params_of(head_size=head_size)
+    cls = resolve_backend("ROUNDS+TORCH_SDPA")
+    assert len(set(cls.supported_kv_cache_dtypes)) == len(cls.supported_kv_cache_dtypes)
+    builder = cls.get_builder_cls()(params, spec_of(params), None, torch.device(DEVICE))
+    phases = builder.build(0, batch_of(queries, lens)).phases
+    is_copy = isinstance(phases.prefill, WidenedPlan)
+    assert kind == ("decode" if phases.prefill is None else "copy" if is_copy else "rounded")
+    if kind == "rounded":
+        assert phases.prefill.common.seq_lens.tolist() == lens[-1:]
+    if kind == "copy":
+        with set_config(widened_bytes=0):
+            assert not isinstance(
+                builder.build(0, batch_of(queries, lens)).phases.prefill, WidenedPlan | None
+            )
+
+
 def test_a_copy_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is a power of two."""
     batch, size = batch_of([2000], [2000]), 16 * PAGE * 2 * 2 * 64 * 2

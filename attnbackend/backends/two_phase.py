@@ -309,7 +309,8 @@ def _limit(name: str, choose: Callable[[Any], Any]) -> property:
 
 def _cache_dtypes(cls: Any) -> tuple[str, ...]:
     prefill, decode = (part.supported_kv_cache_dtypes for part in cls.parts)
-    return (*(n for n in prefill if n in decode), *(n for n in decode if widens(cls.parts[0], n)))
+    widened = (n for n in decode if n not in prefill and widens(cls.parts[0], n))
+    return (*(n for n in prefill if n in decode), *widened)
 
 
 def _takes_per_head_scales(cls: Any) -> bool:

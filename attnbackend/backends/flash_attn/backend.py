@@ -72,8 +72,8 @@ class FlashAttentionBackend(StandardCacheBackend, metaclass=_ClaimsOfProviders):
 
     Caches in float8_e4m3fn are served with ``set_config(flash_attn_fp8=True)`` or
     ``ATTNBACKEND_FLASH_ATTN_FP8=1`` only: version 3 rounds queries and probabilities to float8 for them, an
-    error beyond the relative rule. Without that, as the prompt backend of a composition, it is given copies
-    of such caches in 16 bits, of either format.
+    error beyond the relative rule. As the prompt backend of a composition it is given copies of such caches
+    in 16 bits, of either format, but where it may round and takes less time so.
     """
 
     supported_dtypes = (torch.float16, torch.bfloat16)
