@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TABLES", "below_table", "grid_table", "main_table", "short_table"]
+__all__ = ["TABLES", "below_table", "float8_table", "grid_table", "main_table", "short_table"]
 
 Result = Mapping[str, Any]
 PAIR, ALONE = "FLASH_ATTN+TRITON_ATTN", "TRITON_ATTN"
-IN_FLOAT8 = f"{PAIR} in float8"
+IN_FLOAT8, _FLOAT8_PEERS = f"{PAIR} in float8", ("fa3_direct", "fa3_from_query")
 _MAIN = (
     PAIR, "FLASH_ATTN", ALONE, "FLASHINFER", "fa3_direct", "flashinfer_direct", "vllm_triton", "cudnn_sdpa",
 )  # fmt: skip
 _TITLES = {
     "fa3_direct": "FA3",
-    "fa3_from_query": "FA3 from the same query",
     "flashinfer_direct": "FlashInfer",
     "vllm_triton": "vLLM's Triton",
     "cudnn_sdpa": "cuDNN",
@@ -101,34 +100,39 @@ def _keys_of_decode(result: Result) -> int:
     return int(found[1]) * int(found[2]) if found else 0
 
 
-def _from_same_query(result: Result, side: str) -> str:
-    """A side's speed over the fastest peer that is given no query rounded beforehand."""
-    us = result["graph_us"]
-    if side not in us or "fa3_from_query" not in us:
-        return "-"
-    return f"{min(us[peer] for peer in _TITLES if peer in us and peer != 'fa3_direct') / us[side]:.3f}"
+def float8_table(results: Sequence[Result], more: Sequence[Result] = ()) -> list[str]:
+    """Prompts over float8: microseconds of the automatic choice, also where float8 is permitted, and of
+    FlashAttention 3 from a query rounded beforehand and from ours; and both choices' speeds over either."""
+    rows = []
+    for result in (*results, *more):
+        parts, us = _parts(result), result["graph_us"]
+        times, peers = ([us[name] for name in names] for names in ((PAIR, IN_FLOAT8), _FLOAT8_PEERS))
+        speeds = [f"{peer / own:.3f}" for own in times for peer in peers]
+        rows.append(
+            [parts["work"], parts["heads"], parts["page"], *(f"{x:.1f}" for x in (*times, *peers)), *speeds]
+        )
+    columns = ["automatic", "permitted", "FA3, rounded before", "FA3, same query"]
+    speed = [f"{own}/{peer}" for own in columns[:2] for peer in ("before", "same")]
+    return _table(["work", "heads", "page", *columns, *speed], rows)
 
 
 def below_table(results: Sequence[Result], again: Sequence[Result] = ()) -> list[str]:
-    """The points where the automatic choice has less than `ENOUGH` of the best peer's speed, and in another
-    run its speed there, over peers from the same query, and where float8 is permitted."""
-    others = {
-        r["point"]: [f"{_speed(r):.3f}", _from_same_query(r, PAIR), _from_same_query(r, IN_FLOAT8)]
-        for r in again
-    }
+    """The points where the automatic choice has less than `ENOUGH` of the best peer's speed, and its speed
+    there in another run."""
+    others = {result["point"]: f"{_speed(result):.3f}" for result in again}
     rows = []
     for result in sorted(results, key=_speed):
         if (speed := _speed(result)) < ENOUGH:
             parts, us, peer = _parts(result), result["graph_us"], result["best_peer"]
             where = (parts[name] for name in ("work", "heads", "page", "cache"))
             times = f"{us[PAIR]:.1f}", f"{us[peer]:.1f} ({_TITLES[peer]})", f"{speed:.3f}"
-            rows.append([*where, *times, *others.get(result["point"], ["-"] * 3)])
-    columns = ["automatic", "best peer", "speed", "in 25 rounds", "from the same query", "float8 permitted"]
-    return _table(["work", "heads", "page", "cache", *columns], rows)
+            rows.append([*where, *times, others.get(result["point"], "-")])
+    return _table(["work", "heads", "page", "cache", "automatic", "best peer", "speed", "in 25 rounds"], rows)
 
 
 TABLES: dict[str, Callable[..., list[str]]] = {
     "main": main_table, "short": short_table, "grid": grid_table, "below": below_table,
+    "float8": float8_table,
 }  # fmt: skip
 
 

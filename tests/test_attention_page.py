@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attention_table import TABLES, below_table, grid_table
+from benchmarks.attention_table import TABLES, below_table, float8_table, grid_table
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _PAGE = (_REPOSITORY / "docs" / "attention-h200.md").read_text()
@@ -18,7 +18,7 @@ _PAGE = (_REPOSITORY / "docs" / "attention-h200.md").read_text()
     ("table", "files"),
     [
         ("main", ["h200"]), ("short", ["short_h200"]), ("grid", ["grid_h200"]),
-        ("below", ["grid_h200", "repeat_h200"]),
+        ("below", ["grid_h200", "repeat_h200"]), ("float8", ["float8_25_h200", "float8_7_h200"]),
     ],
 )  # fmt: skip
 def test_page_has_the_table_of_its_files(table: str, files: list[str]) -> None:
@@ -52,8 +52,13 @@ def test_grid_is_summed_up_by_kind() -> None:
 
 def test_slower_points_are_listed_with_the_peer_that_is_faster() -> None:
     row = "| prefill 16x512 | 32/8x128 | 16 | bfloat16 | 10.0 | 5.0 (cuDNN) | 0.500 |"
-    assert below_table(_RESULTS)[1:] == [f"{row} - | - | - |"]
+    assert below_table(_RESULTS)[1:] == [f"{row} - |"]
     again = _result(str(_RESULTS[2]["point"]), 10.0, 1.0, 8.0, 9.0)
-    assert below_table(_RESULTS, [again])[1:] == [f"{row} 0.800 | - | - |"]
-    again["graph_us"] |= {"fa3_from_query": 8.5, "FLASH_ATTN+TRITON_ATTN in float8": 5.0}
-    assert below_table(_RESULTS, [again])[1:] == [f"{row} 0.800 | 0.850 | 1.700 |"]
+    assert below_table(_RESULTS, [again])[1:] == [f"{row} 0.800 |"]
+
+
+def test_float8_is_compared_from_either_query() -> None:
+    result = _result("prefill 1x32768 16/16x64 page 16 cache fp8_e4m3", 100.0, 1.0, 90.0, 1.0)
+    result["graph_us"] |= {"fa3_from_query": 95.0, "FLASH_ATTN+TRITON_ATTN in float8": 50.0}
+    times, speeds = "100.0 | 50.0 | 90.0 | 95.0", "0.900 | 0.950 | 1.800 | 1.900"
+    assert float8_table([], [result])[1:] == [f"| prefill 1x32768 | 16/16x64 | 16 | {times} | {speeds} |"]
