@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -133,6 +134,8 @@ def plan_graphs(
 
     Raises:
         ValueError: a mode was named that cannot run, or a size that no batch has.
+
+    Warns of sizes that leave the largest batches of decodes without a graph.
     """
     resolved = _possible_mode(options, device, groups, decode_len)
     sizes, mixed = (
@@ -145,7 +148,10 @@ def plan_graphs(
     if resolved.mode.decode_mode is CUDAGraphMode.FULL:
         decodes = decode_sizes(sizes, most, decode_len)
     if resolved.mode.decode_mode is not CUDAGraphMode.NONE:
-        reasons = (*reasons, *uncovered_decodes(decodes or mixed, most, decode_len))
+        uncovered = uncovered_decodes(decodes or mixed, most, decode_len)
+        for reason in uncovered:
+            warnings.warn(str(reason), stacklevel=2)
+        reasons = (*reasons, *uncovered)
     return GraphPlan(CUDAGraphDispatcher(resolved.mode, mixed, decodes, max_num_seqs, decode_len), reasons)
 
 
