@@ -328,6 +328,11 @@ def test_small_mixed_batches_are_best_served_at_once(stand_in):
     assert not leads(_batch([1, 1], [300_000, 9])), "many keys to read"
     assert not leads(_batch([1, 8000], [9000, 9000])), "much to multiply"
     assert not leads(batch.replace(seq_lens_cpu=None)), "lengths are not known"
+    grid = _batch([1] * 64 + [2048], [4096] * 65)
+    of_256 = {"num_heads": 8, "num_kv_heads": 1, "head_size": 256}
+    assert _builder(**of_256).leads_on_mixed(grid)
+    assert not _builder(**of_256 | {"head_size": 128}).leads_on_mixed(grid)
+    assert not _builder(**of_256).leads_on_mixed(_batch([1] * 64 + [2048], [9000] * 65))
     assert not _builder().leads_on_mixed(batch), "groups of two"
     assert _builder(None, num_heads=8).leads_on_mixed(batch), "an op that plans for itself"
 

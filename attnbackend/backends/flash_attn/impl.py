@@ -113,11 +113,12 @@ class FlashAttentionImpl(TritonWriterImpl):
 
     def _quantized(self, query: Tensor, rows: int, tensors: OptionalTensors) -> tuple[Tensor, Descales]:
         """The query in float8, as the kernels for float8 caches take it, and the scales of the cache."""
-        limit = torch.finfo(torch.float8_e4m3fn).max
+        from attnbackend.kernels import triton
+
         shape = (rows, self.params.num_kv_heads)
         k_scale, v_scale = (self._one(query) if s is None else s for s in (tensors.k_scale, tensors.v_scale))
         is_stored = query.dtype is torch.float8_e4m3fn
-        stored = query if is_stored else query.clamp(-limit, limit).to(torch.float8_e4m3fn)
+        stored = query if is_stored else triton.round_queries(query)
         return stored, Descales(None, k_scale.expand(shape), v_scale.expand(shape))
 
     def _one(self, query: Tensor) -> Tensor:

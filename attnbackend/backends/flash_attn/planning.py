@@ -41,6 +41,8 @@ _TILE_ROWS = 128
 _MIXED_US, _MIXED_GROUP = 32.0, 4
 """Microseconds of a mixed batch up to which one call is faster than two, where as many query heads share a
 key-value head: with fewer, tiles of single tokens are mostly empty. Measured on an H200."""
+_LONG_MIXED_US = {256: 200.0}
+"""Head size -> the same, where it is more."""
 _READ_IN_US, _FLOPS_IN_US = 4.5e6, 6e8
 """What an H200 reads and multiplies in a microsecond, at the best."""
 _SCHEDULE_ROWS = 992
@@ -157,7 +159,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         read = 2 * int(keys.sum()) * p.num_kv_heads * p.head_size * item
         flops = 4 * int((starts.diff() * keys).sum()) * p.num_heads * p.head_size
         took_us = read / _READ_IN_US + flops / _FLOPS_IN_US
-        return took_us < _MIXED_US and self._scheduler_now() is not None
+        return took_us < _LONG_MIXED_US.get(p.head_size, _MIXED_US) and self._scheduler_now() is not None
 
     def _bounds(self, common: CommonAttentionMetadata) -> Bounds:
         p = self.params

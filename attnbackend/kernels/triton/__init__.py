@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .paged import paged_attention
     from .quantize import takes_output_groups
     from .rope_writer import rope_cache_write
+    from .round_queries import round_queries
     from .splits import decode_num_splits, decode_workspace_size
     from .widen import widen_pages
 
@@ -43,6 +44,7 @@ __all__ = [
     "paged_attention",
     "paged_decode_attention",
     "rope_cache_write",
+    "round_queries",
     "takes_output_groups",
     "unavailable_reason",
     "widen_pages",
@@ -64,6 +66,7 @@ _HOME = {
     "paged_attention": "paged",
     "paged_decode_attention": "decode",
     "rope_cache_write": "rope_writer",
+    "round_queries": "round_queries",
     "takes_output_groups": "quantize",
     "widen_pages": "widen",
     "write_latents": "latent_rows",
