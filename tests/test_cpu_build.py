@@ -297,6 +297,11 @@ _CONFORMS = """
 from attnbackend.kernels.cpu import current_target
 from attnbackend.testing.conformance import check_backend
 report = check_backend("CPU_ATTN", quick=True, only=["numerics", "cache_writes"])
+import test_cpu_rope as rope
+for dtype in rope.DTYPES:
+    for name in rope.SHAPES:
+        rope.test_rotations_and_what_is_cached(name, dtype)
+    rope.test_norms_of_heads(dtype, 48)
 print(current_target().name, report.ok, sum(1 for _ in report.outcomes))
 """
 
@@ -306,7 +311,7 @@ print(current_target().name, report.ok, sum(1 for _ in report.outcomes))
 def test_torch_s_variable_chooses_the_instruction_set_which_conforms(capability: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", _CONFORMS], capture_output=True, text=True, timeout=300,
-        env=os.environ | {"ATEN_CPU_CAPABILITY": capability},
+        env=os.environ | {"ATEN_CPU_CAPABILITY": capability}, cwd=Path(__file__).parent,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     name, ok, count = ran.stdout.split()

@@ -54,14 +54,12 @@ from attnbackend.fx_passes import (
 )
 from attnbackend.fx_passes.rope_forms import match_rotated_heads
 from attnbackend.integrations.programs import ModelStep, export_model
-from attnbackend.kernels.triton import unavailable_reason
+from attnbackend.ops.rope_write import rope_problem
 from attnbackend.testing import assert_within_rule
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.skipif(
-        unavailable_reason(DEVICE) is not None, reason=f"Triton: {unavailable_reason(DEVICE)}"
-    ),
+    pytest.mark.skipif(rope_problem(DEVICE) is not None, reason=str(rope_problem(DEVICE))),
 ]
 
 

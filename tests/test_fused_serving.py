@@ -55,7 +55,10 @@ def generate(served: TransformersModel, compile: bool) -> list[list[int]]:
     ],
 )
 def test_every_graph_of_a_layer_is_fused_and_tokens_stay(name: str, what: str) -> None:
-    """Each kind of layer is a graph, of several tokens, of one, and of decodes: each writes a cache once."""
+    """Each kind of layer is a graph, of several tokens, of one, and of decodes: each writes a cache once.
+
+    On a CPU the queries of one, which is of picked tokens, are others than its keys.
+    """
     is_latent = name.startswith("deepseek")
     model = (make_latent_model if is_latent else make_model)(name).to(DEVICE)
     expected = generate(TransformersModel(model), compile=False)
@@ -64,10 +67,14 @@ def test_every_graph_of_a_layer_is_fused_and_tokens_stay(name: str, what: str) -
     served = TransformersModel(model, passes=[own, other, MergeLinears()], merges_linears=False)
     assert generate(served, compile=True) == expected
     by_pass = [[r for r in served.compiler.reports if r.pass_name == p.name] for p in (own, other)]
-    assert len(by_pass[0]) >= 2
-    for report in by_pass[0]:
+    fused = [report for report in by_pass[0] if report.changes]
+    assert len(fused) >= 2
+    for report in fused:
         assert [change.before.split(", attnbackend")[0] for change in report.changes] == [what], str(report)
         assert not report.near_misses, str(report)
+    picked = [str(report) for report in by_pass[0] if report not in fused]
+    assert len(picked) == (DEVICE == "cpu" and not is_latent)
+    assert all("rotated by different angles" in report for report in picked)
     assert not any(report.changes or report.near_misses for report in by_pass[1])
     for report in (r for r in served.compiler.reports if r.pass_name == MergeLinears.name):
         assert len(report.changes) == 2, str(report)

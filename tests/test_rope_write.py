@@ -6,6 +6,7 @@ Shape legend: T tokens, H query heads, K key-value heads, D head size, R rotated
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch import Tensor
 
 import attnbackend
 from attnbackend import ops
+from attnbackend.kernels import cpu
 from attnbackend.kernels.triton import unavailable_reason
+from attnbackend.ops import rope_write
 from attnbackend.ops.rope_write import rope_kv_cache_update
 from attnbackend.testing import assert_within_rule
 
@@ -27,6 +30,14 @@ pytestmark = [
         unavailable_reason(DEVICE) is not None, reason=f"Triton: {unavailable_reason(DEVICE)}"
     ),
 ]
+
+
+@pytest.fixture(autouse=True, params=["Triton", "C++"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "Triton":
+        monkeypatch.setattr(rope_write, "cpu", SimpleNamespace(unavailable_reason=lambda: "left out"))
+    elif DEVICE == "cuda" or cpu.unavailable_reason() is not None:
+        pytest.skip(f"no kernel in C++ for {DEVICE}: {cpu.unavailable_reason()}")
 
 
 @dataclass(frozen=True)

@@ -207,6 +207,8 @@ def test_engines_of_one_model_do_not_share_what_they_compiled(
         assert compiler.num_graphs == warm == 3
         picks = [r for r in compiler.reports if r.pass_name == "pick_rows_early" and r.changes]
         assert len(picks) == 1, "prompts have a graph of the last layer"
+        fused = [r for r in compiler.reports if r.pass_name == "fuse_rope_cache_write"]
+        assert [len(r.changes) for r in fused].count(1) == 2, "in which queries are other tokens than keys"
     eager = make_engine(model, backend="TORCH_SDPA", compile=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert all(answer == eager.generate([[5, 6, 7]], params)[0].token_ids for answer in answers)

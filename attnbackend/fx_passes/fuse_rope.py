@@ -26,10 +26,9 @@ from attnbackend.fx_passes.edits import (
 from attnbackend.fx_passes.forms import NoMatch, Viewed, name_of
 from attnbackend.fx_passes.nodes import OpNode, tensor_of
 from attnbackend.fx_passes.rope_forms import RotatedHeads, match_rotated_heads
-from attnbackend.kernels import triton as kernels
 from attnbackend.ops.generate import backend_of_op
 from attnbackend.ops.library import ATTENTION, KV_CACHE_UPDATE
-from attnbackend.ops.rope_write import rope_kv_cache_update
+from attnbackend.ops.rope_write import rope_kv_cache_update, rope_problem
 from attnbackend.registry import resolve_backend
 
 __all__ = ["FuseRopeCacheWrite"]
@@ -84,7 +83,7 @@ def _check_support(write: OpNode) -> None:
     """Whether this layer's cache and types are what the fused kernel writes."""
     given = write.arguments()
     key, cache = tensor_of(given["key"]), tensor_of(given["kv_cache"])
-    if reason := kernels.unavailable_reason(key.device.type):
+    if reason := rope_problem(key.device.type):
         raise NoMatch(reason)
     named = backend_of_op(write.op)
     if named is not None and not has_standard_cache(resolve_backend(named[0])):

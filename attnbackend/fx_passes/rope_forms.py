@@ -149,7 +149,7 @@ def _match_turn(node: Node) -> tuple[Node, int]:
         raise NoMatch(f"{negated} is {name_of(negated) or 'no call'} where neg is looked for")
     source, start, stop = last_range(first(negated))
     size = shape_of(source)[-1]
-    if (start, stop) != (size // 2, size) or last_range(second) != (source, 0, size // 2):
+    if size % 2 or (start, stop) != (size // 2, size) or last_range(second) != (source, 0, size // 2):
         raise NoMatch(f"{node} does not turn the halves of {source}")
     return source, size
 

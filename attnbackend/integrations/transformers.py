@@ -160,7 +160,7 @@ class TransformersModel:
     Args:
         model: a model such as ``AutoModelForCausalLM`` gives, in evaluation mode.
         passes: what to run on compiled layers besides `SelectBackend` and `MergeLinears`; None: on a GPU,
-            `FuseRopeCacheWrite` and `FuseLatentRopeCacheWrite`.
+            `FuseRopeCacheWrite` and `FuseLatentRopeCacheWrite`; on a CPU the first of them.
         merges_linears: on a GPU, lay the weights of linear layers of one input together and multiply at once.
 
     Raises:
@@ -182,7 +182,7 @@ class TransformersModel:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         on_gpu = (FuseRopeCacheWrite(), FuseLatentRopeCacheWrite())
-        by_default = on_gpu if self.device.type == "cuda" else ()
+        by_default = on_gpu if self.device.type == "cuda" else on_gpu[:1]
         self._passes: Sequence[GraphPass] = by_default if passes is None else tuple(passes)
         self._merges_linears = merges_linears
         self.num_merged = 0
@@ -244,7 +244,9 @@ class TransformersModel:
         passes: list[GraphPass] = [SelectBackend(backend), *self._passes]
         if self.num_merged:
             passes.append(MergeLinears())
-        self.compiler = make_compiler(backend, passes=[*passes, PickRowsEarly()], in_pieces=in_pieces)
+        # On CPUs queries are picked too: before a fusion makes them of all tokens.
+        passes.insert(1 if self.device.type == "cpu" else len(passes), PickRowsEarly())
+        self.compiler = make_compiler(backend, passes=passes, in_pieces=in_pieces)
         layers, runs = _decoder_layers(self._modules, self.model), {}
         self.why_not_picked = why_not_picked(layers, self._logits_of, self.device)
         compiled = partial(self._compiled, same_floats=len(set(map(_floats, layers))) == 1)

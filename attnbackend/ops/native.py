@@ -12,6 +12,8 @@ from ctypes import CDLL, Structure, byref, c_void_p, cast
 from functools import cache
 from typing import Any
 
+from torch import Tensor
+
 from attnbackend.kernels.cpu import BuildError, library, load_ops, unavailable_reason
 from attnbackend.native_calls import EPOCH
 from attnbackend.ops.cpu_linear import LINEAR_SCHEMA, WHEN_USED, multiply
@@ -25,6 +27,7 @@ from attnbackend.ops.library import (
     OpRole,
 )
 from attnbackend.ops.python_side import begin, define, prepare
+from attnbackend.ops.rope_write import ROPE_SCHEMA, rope_kv_cache_update, update
 from attnbackend.ops.transforms import without_derivatives
 from attnbackend.registry import is_overridden
 
@@ -62,12 +65,14 @@ def _served() -> str | None:
         ops = load_ops()
     except BuildError as error:
         return str(error)
-    prepare(ops, (role for _, role in _SERVED), ("WWw",))
+    prepare(ops, (role for _, role in _SERVED), ("WWWWWWWwwffwwsi", "WWw"))
     for backend, role in _SERVED:
         define(op_name(backend, role), role.schema, _attention_op(backend, role, ops))
+    define("rope_kv_cache_update", ROPE_SCHEMA, _rope_op(ops))
     define("cpu_linear", LINEAR_SCHEMA, without_derivatives(f"{NAMESPACE}::cpu_linear", multiply))
     WHEN_USED.append(ops.attnbackend_ops_serve_linear)
     ops.attnbackend_ops_share(byref(_shared(kernels)))
+    ops.attnbackend_ops_share_rope(kernels.attnbackend_rope)
     begin(ops, EPOCH)
     ops.attnbackend_ops_serve()
     return None
@@ -94,5 +99,17 @@ def _attention_op(backend: str, role: OpRole, ops: CDLL) -> Callable[..., None]:
         run(call)
         if len(call[0]) > 0 and not is_overridden(backend):
             ops.attnbackend_ops_teaches()
+
+    return serve
+
+
+def _rope_op(ops: CDLL) -> Callable[..., Any]:
+    run = without_derivatives(rope_kv_cache_update.name(), update)
+
+    def serve(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        outputs: tuple[Tensor, Tensor] = run(*args, **kwargs)
+        if len(outputs[0]) > 0:
+            ops.attnbackend_ops_teaches()
+        return outputs
 
     return serve

@@ -8,19 +8,22 @@ Shape legend: T tokens, H query heads, K key-value heads, D head size, R rotated
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from attnbackend.kernels import triton as kernels
+from attnbackend._torch_compat import outside_fake_mode
+from attnbackend.kernels import cpu, triton
 from attnbackend.ops import checks
 from attnbackend.ops.bind import cache_dims
 from attnbackend.ops.binding import typed_cache
 from attnbackend.ops.calls import KVCacheUpdateCall
 from attnbackend.ops.library import NAMESPACE, define_function
 
-__all__ = ["rope_kv_cache_update"]
+__all__ = ["ROPE_SCHEMA", "rope_kv_cache_update", "rope_problem", "update"]
 
-_SCHEMA = (
+ROPE_SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(a!) kv_cache, "
     "Tensor slot_mapping, *, Tensor? q_weight=None, Tensor? k_weight=None, float q_eps=0.0, "
     'float k_eps=0.0, Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype="auto", '
@@ -28,6 +31,18 @@ _SCHEMA = (
 )
 """query [T, H, D], key and value [T, K, D], cos and sin [T, R], weights [D] of the heads' RMS norms, and the
 rest as `kv_cache_update`. Returns the rotated query and key, contiguous: all rows, whatever the slot."""
+
+
+def rope_problem(device_type: str) -> str | None:
+    """Why no kernel rotates and writes on such devices; None: one does, on CPUs in C++, on GPUs in Triton."""
+    with outside_fake_mode():
+        in_triton = triton.unavailable_reason(device_type)
+        return cpu.unavailable_reason() if in_triton and device_type == "cpu" else in_triton
+
+
+def _kernel(device_type: str) -> Callable[..., None]:
+    in_cpp = device_type == "cpu" and cpu.unavailable_reason() is None
+    return cpu.rope_cache_write if in_cpp else triton.rope_cache_write
 
 
 def _check(
@@ -38,8 +53,8 @@ def _check(
     call = KVCacheUpdateCall(key, value, kv_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype)
     checks.check_update(call, cache_dims(None, kv_cache, kv_cache_dtype))
     checks.check_update_tokens(call)
-    if reason := kernels.unavailable_reason(query.device.type):
-        raise ValueError(f"rope_kv_cache_update runs on Triton alone, and {reason}; leave its pass out")
+    if reason := rope_problem(query.device.type):
+        raise ValueError(f"rope_kv_cache_update has no kernel here: {reason}; leave its pass out")
     if query.shape[0] != key.shape[0] or query.shape[2] != key.shape[2]:
         raise ValueError(f"shape of query is {tuple(query.shape)}; expected tokens and head size of key")
     for name, angle in (("cos", cos), ("sin", sin)):
@@ -51,18 +66,19 @@ def _check(
             raise ValueError(f"shape of {name} is {tuple(weight.shape)}; expected {tuple(key.shape[2:])}")
 
 
-def _run(
+def update(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor,
     slot_mapping: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None, q_eps: float = 0.0,
     k_eps: float = 0.0, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     kv_cache_dtype: str = "auto", group: int = -1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The op, in Python."""
     outputs = _fake(
         query, key, value, cos, sin, kv_cache, slot_mapping, q_weight, k_weight, q_eps, k_eps, k_scale,
         v_scale, kv_cache_dtype,
     )  # fmt: skip
     key_cache, value_cache = typed_cache(kv_cache, kv_cache_dtype).unbind(1)
-    kernels.rope_cache_write(
+    _kernel(query.device.type)(
         query, key, value, cos, sin, *outputs, key_cache, value_cache, slot_mapping, q_weight=q_weight,
         k_weight=k_weight, q_eps=q_eps, k_eps=k_eps, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
@@ -83,5 +99,5 @@ def _fake(
 
 
 rope_kv_cache_update: torch._ops.OpOverload = define_function(
-    f"{NAMESPACE}::rope_kv_cache_update", _SCHEMA, _run, _fake
+    f"{NAMESPACE}::rope_kv_cache_update", ROPE_SCHEMA, update, _fake
 )

@@ -1,4 +1,4 @@
-"""C++ kernels for the CPU: paged attention and the cache writer.
+"""C++ kernels for the CPU: paged attention and the cache writer, with and without rotations before it.
 
 Compiled on first use with the compiler in $CXX, or g++ or clang++, and kept under $ATTNBACKEND_CACHE_DIR
 (default ~/.cache/attnbackend); `attnbackend build cpu` does it ahead of time. They use the instruction set
@@ -20,6 +20,7 @@ from attnbackend.kernels.cpu._build import build as build_library
 from attnbackend.kernels.cpu._cache_write import cache_write
 from attnbackend.kernels.cpu._library import library
 from attnbackend.kernels.cpu._probe import unavailable_reason
+from attnbackend.kernels.cpu._rope import rope_cache_write
 from attnbackend.kernels.cpu._target import TARGETS, Target, current_target, find_target
 
 __all__ = [
@@ -36,5 +37,6 @@ __all__ = [
     "load_library_calls",
     "load_ops",
     "paged_attention",
+    "rope_cache_write",
     "unavailable_reason",
 ]

@@ -200,7 +200,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 def _load(path: Path) -> ctypes.CDLL:
     library = _open(path)
-    for name in ("attention", "cache_write", "last_refusal", "struct_sizes"):
+    for name in ("attention", "cache_write", "rope", "last_refusal", "struct_sizes"):
         getattr(library, f"attnbackend_{name}").restype = ctypes.c_int64
     library.attnbackend_last_refusal.restype = None
     sizes = library.attnbackend_struct_sizes()

@@ -5,6 +5,9 @@ Shapes: T tokens, Hk kv heads, D head size, Dv value head size, B cache blocks, 
 
 from __future__ import annotations
 
+from ctypes import CDLL
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -33,6 +36,45 @@ def _strides(key: Tensor, value: Tensor, cache: CacheViews) -> tuple[int, ...]:
     _checks.require_last_stride("key", key, key_stride)
     _checks.require_last_stride("value", value, value_stride)
     return (*key_stride[:2], *value_stride[:2], *cache.strides)
+
+
+def write_fields(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> tuple[int, ...]:
+    """What `WRITE_STRUCT` packs. ValueError where tensors do not fit each other."""
+    _checks.require_cpu(_NAMES, key, value, key_cache, value_cache)
+    cache = cache_views(key_cache, value_cache)
+    _require_new_tokens(key, value, slot_mapping, cache)
+    return (
+        key.data_ptr(),
+        value.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        key.shape[0],
+        cache.kv_heads,
+        cache.head_size,
+        cache.value_size,
+        cache.blocks,
+        cache.block_size,
+        *_strides(key, value, cache),
+        *_checks.scale_address("k_scale", k_scale, cache.kv_heads),
+        *_checks.scale_address("v_scale", v_scale, cache.kv_heads),
+        _checks.dtype_code("key", key, _checks.FLOAT_CODES),
+        cache.dtype_code,
+        torch.get_num_threads(),
+    )
+
+
+def raise_slot_refusal(loaded: CDLL, key_cache: Tensor) -> NoReturn:
+    """Says which slot a call refused."""
+    raise_refusal(loaded, slots=key_cache.shape[0] * key_cache.shape[1])
 
 
 def cache_write(
@@ -64,27 +106,6 @@ def cache_write(
         RuntimeError: the kernels cannot be built here (see `unavailable_reason`).
     """
     loaded = library()
-    _checks.require_cpu(_NAMES, key, value, key_cache, value_cache)
-    cache = cache_views(key_cache, value_cache)
-    _require_new_tokens(key, value, slot_mapping, cache)
-    arguments = WRITE_STRUCT.pack(
-        key.data_ptr(),
-        value.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        slot_mapping.data_ptr(),
-        key.shape[0],
-        cache.kv_heads,
-        cache.head_size,
-        cache.value_size,
-        cache.blocks,
-        cache.block_size,
-        *_strides(key, value, cache),
-        *_checks.scale_address("k_scale", k_scale, cache.kv_heads),
-        *_checks.scale_address("v_scale", v_scale, cache.kv_heads),
-        _checks.dtype_code("key", key, _checks.FLOAT_CODES),
-        cache.dtype_code,
-        torch.get_num_threads(),
-    )
-    if loaded.attnbackend_cache_write(arguments):
-        raise_refusal(loaded, slots=cache.blocks * cache.block_size)
+    fields = write_fields(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    if loaded.attnbackend_cache_write(WRITE_STRUCT.pack(*fields)):
+        raise_slot_refusal(loaded, key_cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NoReturn
 
 from attnbackend.kernels.cpu._build import cached_library
 from attnbackend.kernels.cpu._checks import refusal_message
@@ -17,7 +18,7 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def raise_refusal(loaded: ctypes.CDLL, **limits: int) -> None:
+def raise_refusal(loaded: ctypes.CDLL, **limits: int) -> NoReturn:
     """Turns this thread's last refusal into a ValueError."""
     refusal = ctypes.create_string_buffer(REFUSAL_STRUCT.size)
     loaded.attnbackend_last_refusal(refusal)

@@ -23,9 +23,16 @@ WRITE_FIELDS = """
     k_scale k_scale_step v_scale v_scale_step
     source_dtype cache_dtype threads
 """
+# Behind the fields of a write: heads of queries, heads of keys, angles.
+TURNED_HEADS_FORMAT = "7qd"
+"""source weight output heads token head weight_dtype eps"""
+ANGLE_FIELDS = "cos sin rotated cos_token sin_token angle_dtype"
 
 ATTENTION_STRUCT = struct.Struct(f"{len(ATTENTION_FIELDS.split())}q{len(ATTENTION_DOUBLES.split())}d")
 WRITE_STRUCT = struct.Struct(f"{len(WRITE_FIELDS.split())}q")
+ROPE_STRUCT = struct.Struct(
+    f"{len(WRITE_FIELDS.split())}q{TURNED_HEADS_FORMAT}{TURNED_HEADS_FORMAT}{len(ANGLE_FIELDS.split())}q"
+)
 REFUSAL_STRUCT = struct.Struct("4q")
 # What `attnbackend_struct_sizes` must return.
-STRUCT_SIZES = ATTENTION_STRUCT.size * 65536 + WRITE_STRUCT.size
+STRUCT_SIZES = (ATTENTION_STRUCT.size * 65536 + WRITE_STRUCT.size) * 65536 + ROPE_STRUCT.size

@@ -41,6 +41,20 @@ struct WriteArgs {
   int64_t source_dtype, cache_dtype, threads;
 };
 
+// Heads [tokens, heads, head_size] that are normalised, where there is a weight for it, and rotated.
+struct TurnedHeads {
+  const void *source, *weight;
+  void* output;  // contiguous
+  int64_t heads, token, head, weight_dtype;
+  double eps;
+};
+struct RopeArgs {
+  WriteArgs write;  // of the rotated keys
+  TurnedHeads query, key;
+  const void *cos, *sin;  // [tokens, rotated]
+  int64_t rotated, cos_token, sin_token, angle_dtype;
+};
+
 // `inputs` is a multiple of so many: whole vectors of every kind.
 constexpr int64_t LINEAR_MULTIPLE = 32;
 // output [rows, outputs] = x [rows, inputs] . weight [outputs, inputs] + bias [outputs], all of one dtype.

@@ -104,6 +104,32 @@ static inline uint16_t float_to_bfloat16(float x) {
   return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
+// A whole vector, rounded.
+template <class C>
+static inline void store_from_float(typename C::raw* p, vf x);
+template <>
+inline void store_from_float<F32>(float* p, vf x) { store(p, x); }
+template <>
+inline void store_from_float<F16>(uint16_t* p, vf x) {
+#if defined(__AVX512F__)
+  const __m256i halves = _mm512_cvtps_ph(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(p, &halves, sizeof halves);
+#elif defined(__F16C__) && defined(__AVX__)
+  const __m128i halves = _mm256_cvtps_ph(reinterpret_cast<__m256>(x), _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(p, &halves, sizeof halves);
+#else
+  for (int i = 0; i < VW; ++i) p[i] = float_to_half(x[i]);
+#endif
+}
+template <>
+inline void store_from_float<BF16>(uint16_t* p, vf x) {
+  const vu bits = reinterpret_cast<vu>(x);
+  const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const vu halves = (bits & 0x7fffffffu) > 0x7f800000u ? rounded - rounded + 0x7fc0u : rounded;
+  const vu16 stored = __builtin_convertvector(halves, vu16);
+  std::memcpy(p, &stored, sizeof stored);
+}
+
 // E exponent bits' bias, M mantissa bits; `overflow` is what a magnitude >= `limit` bits becomes.
 template <uint32_t BIAS, uint32_t M>
 static inline uint8_t float_to_byte(float x, uint32_t limit, uint32_t overflow, uint32_t nan) {

@@ -1,6 +1,7 @@
 // Entry points. Nothing here depends on Python or torch headers.
 #include "attention.h"
 #include "matmul.h"
+#include "rope.h"
 
 static int64_t tiles_of(const Item& item) { return (item.key1 - item.key0 + KT - 1) / KT; }
 
@@ -138,57 +139,6 @@ static Refusal attention(const AttentionArgs& a) {
   return refusal;
 }
 
-static void scale_and_clamp(float* x, int64_t n, const float* scale, int64_t dtype) {
-  if (scale)
-    for (int64_t i = 0; i < n; ++i) x[i] /= *scale;
-  if (dtype != E4M3FN && dtype != E5M2) return;
-  const float largest = dtype == E4M3FN ? 448.0f : 57344.0f;
-  for (int64_t i = 0; i < n; ++i) {
-    const float y = x[i] < -largest ? -largest : x[i];
-    x[i] = y > largest ? largest : y;
-  }
-}
-
-constexpr int MAX_ROW = 1024;
-
-static void write_rows(const char* source, int64_t source_head, char* target, int64_t target_head,
-                       const float* scale, int64_t scale_step, int64_t n, const WriteArgs& w) {
-  const int64_t from = element_size(w.source_dtype), to = element_size(w.cache_dtype);
-  float row[MAX_ROW];
-  for (int64_t h = 0; h < w.kv_heads; ++h) {
-    const char* s = source + h * source_head * from;
-    char* t = target + h * target_head * to;
-    if (w.source_dtype == w.cache_dtype && !scale) {
-      std::memcpy(t, s, n * to);
-      continue;
-    }
-    any_row_to_float(s, row, static_cast<int>(n), w.source_dtype);
-    scale_and_clamp(row, n, scale ? scale + h * scale_step : nullptr, w.cache_dtype);
-    row_from_float(row, t, static_cast<int>(n), w.cache_dtype);
-  }
-}
-
-static void write_token(const WriteArgs& w, int64_t token) {
-  if (w.slots[token] < 0) return;
-  const int64_t block = w.slots[token] / w.block_size, slot = w.slots[token] % w.block_size;
-  const int64_t from = element_size(w.source_dtype), to = element_size(w.cache_dtype);
-  write_rows(static_cast<const char*>(w.key) + token * w.key_token * from, w.key_head,
-             static_cast<char*>(w.key_cache) + (block * w.k_block + slot * w.k_slot) * to,
-             w.k_head, w.k_scale, w.k_scale_step, w.head_size, w);
-  write_rows(static_cast<const char*>(w.value) + token * w.value_token * from, w.value_head,
-             static_cast<char*>(w.value_cache) + (block * w.v_block + slot * w.v_slot) * to,
-             w.v_head, w.v_scale, w.v_scale_step, w.value_size, w);
-}
-
-static Refusal cache_write(const WriteArgs& w) {
-  for (int64_t t = 0; t < w.tokens; ++t)
-    if (w.slots[t] >= w.blocks * w.block_size) return {BAD_SLOT, t, w.slots[t], 0};
-  const int threads = w.tokens * w.kv_heads < 64 ? 1 : static_cast<int>(w.threads);
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t t = 0; t < w.tokens; ++t) write_token(w, t);
-  return {};
-}
-
 static thread_local Refusal last_refusal;
 
 extern "C" {
@@ -200,9 +150,13 @@ int64_t attnbackend_cache_write(const WriteArgs* args) {
   last_refusal = cache_write(*args);
   return last_refusal.code;
 }
+int64_t attnbackend_rope(const RopeArgs* args) {
+  last_refusal = rope(*args);
+  return last_refusal.code;
+}
 void attnbackend_linear(const LinearArgs* args) { linear(*args); }
 void attnbackend_last_refusal(Refusal* refusal) { *refusal = last_refusal; }
 int64_t attnbackend_struct_sizes(void) {
-  return static_cast<int64_t>(sizeof(AttentionArgs)) * 65536 + sizeof(WriteArgs);
+  return (static_cast<int64_t>(sizeof(AttentionArgs)) * 65536 + sizeof(WriteArgs)) * 65536 + sizeof(RopeArgs);
 }
 }

@@ -61,5 +61,10 @@ struct Arguments {
   bool truth(int i) const { return value(i).toBool(); }
   int64_t integer(int i) const { return value(i).isNone() ? 0 : value(i).toInt(); }
   const std::string& text(int i) const { return value(i).toStringRef(); }
-  void release() const { torch::jit::drop(stack, count); }
+  // What the op returns takes their place.
+  template <class... Results>
+  void release(Results... results) const {
+    torch::jit::drop(stack, count);
+    torch::jit::push(stack, std::move(results)...);
+  }
 };

@@ -84,7 +84,8 @@ static bool call_python(const char* general, const Arguments& call) {
   return teaches;
 }
 
-// Runs a call by `Way::serve`, which says false where Python has to, or through Python, and learns from it.
+// Runs a call by `Way::serve`, which releases its arguments or says false where Python has to, or through Python, and
+// learns from it.
 template <class Way>
 static void run(const char* general, const Arguments& call, KnownCalls<Way>& known) {
   static thread_local Signature words;
@@ -101,8 +102,8 @@ static void run(const char* general, const Arguments& call, KnownCalls<Way>& kno
   }
   const auto found = known.lessons.find(words);
   if (found != known.lessons.end()) {
-    if (Way::serve(found->second, call)) return call.release();
-    return leave_to_python();
+    if (!Way::serve(found->second, call)) leave_to_python();
+    return;
   }
   Signature learned = words;  // Python may call further ops on this thread
   if (call_python(general, call)) known.lessons.emplace(std::move(learned), Way::take_lesson());

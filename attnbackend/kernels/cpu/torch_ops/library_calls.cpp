@@ -16,7 +16,7 @@ struct ByLibrary {
   }
   // What failed once is Python's until the plan goes.
   static bool serve(Lesson& lesson, const Arguments& call) {
-    if (lesson && lesson->make(call)) return true;
+    if (lesson && lesson->make(call)) return call.release(), true;
     lesson.reset();
     return false;
   }

@@ -7,7 +7,7 @@ template <bool (*serve_call)(const Arguments&)>
 struct ByKernel {
   struct Lesson {};
   static void sign_more(Signature&) {}
-  static bool serve(Lesson, const Arguments& call) { return serve_call(call); }
+  static bool serve(Lesson, const Arguments& call) { return serve_call(call) && (call.release(), true); }
   static Lesson take_lesson() { return {}; }
 };
 
@@ -178,28 +178,38 @@ static void forward_mqa(const c10::OperatorHandle&, torch::jit::Stack* stack) {
 
 static const char UPDATE[] = "TTWTwwsi";
 
-static bool serve_update(const Arguments& call) {
-  const TensorView key = call.tensor(0), value = call.tensor(1), cache = call.tensor(2);
-  const TensorView slots = call.tensor(3), k_scale = call.tensor(4), v_scale = call.tensor(5);
-  const int64_t tokens = key.sizes[0];
-  if (!tokens || !has_rows(value, tokens) || !has_rows(slots, tokens) || dtype_code(cache) < 0) return false;
-  WriteArgs w = {};
-  set_pages(w, cache);
-  w.key = key.data();
-  w.value = value.data();
-  w.source_dtype = dtype_code(key);
-  w.slots = static_cast<const int64_t*>(slots.data());
-  w.tokens = tokens;
-  w.head_size = w.value_size = key.sizes[2];
-  w.key_token = key.strides[0];
-  w.key_head = key.strides[1];
-  w.value_token = value.strides[0];
-  w.value_head = value.strides[1];
+static void set_scales(WriteArgs& w, const TensorView& k_scale, const TensorView& v_scale) {
   w.k_scale = static_cast<const float*>(k_scale.data());
   w.k_scale_step = scale_step(k_scale);
   w.v_scale = static_cast<const float*>(v_scale.data());
   w.v_scale_step = scale_step(v_scale);
+}
+
+// All but the keys' address and strides.
+static void set_write(WriteArgs& w, const TensorView& key, const TensorView& value, const TensorView& cache,
+                      const TensorView& slots) {
+  set_pages(w, cache);
+  w.value = value.data();
+  w.source_dtype = dtype_code(key);
+  w.slots = static_cast<const int64_t*>(slots.data());
+  w.tokens = key.sizes[0];
+  w.head_size = w.value_size = key.sizes[2];
+  w.value_token = value.strides[0];
+  w.value_head = value.strides[1];
   w.threads = at::get_num_threads();
+}
+
+static bool serve_update(const Arguments& call) {
+  const TensorView key = call.tensor(0), value = call.tensor(1), cache = call.tensor(2);
+  const TensorView slots = call.tensor(3);
+  const int64_t tokens = key.sizes[0];
+  if (!tokens || !has_rows(value, tokens) || !has_rows(slots, tokens) || dtype_code(cache) < 0) return false;
+  WriteArgs w = {};
+  set_write(w, key, value, cache, slots);
+  set_scales(w, call.tensor(4), call.tensor(5));
+  w.key = key.data();
+  w.key_token = key.strides[0];
+  w.key_head = key.strides[1];
   return kernels.cache_write(&w) == 0;
 }
 
@@ -208,6 +218,64 @@ static void update(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   const Arguments call(*stack, UPDATE);
   run("attnbackend_python::cpu_attn_kv_cache_update", call, known);
 }
+
+// ---- rotations and cache writes -----------------------------------------------------------------
+
+static int64_t (*rope_kernel)(const RopeArgs*) = nullptr;  // set once by Python
+
+static at::Tensor set_heads(TurnedHeads& x, const TensorView& source, const TensorView& weight, double eps) {
+  const at::Tensor output = at::detail::empty_cpu({source.sizes, 3}, source.dtype);
+  x.source = source.data();
+  x.weight = weight.data();
+  x.output = output.data_ptr();
+  x.heads = source.sizes[1];
+  x.token = source.strides[0];
+  x.head = source.strides[1];
+  x.weight_dtype = dtype_code(weight);
+  x.eps = eps;
+  return output;
+}
+
+static void set_angles(RopeArgs& a, const TensorView& cos, const TensorView& sin) {
+  a.cos = cos.data();
+  a.sin = sin.data();
+  a.rotated = cos.sizes[1];
+  a.cos_token = cos.strides[0];
+  a.sin_token = sin.strides[0];
+  a.angle_dtype = dtype_code(cos);
+}
+
+static const char ROPE_UPDATE[] = "TTTTTWTwwffwwsi";
+
+struct ByRopeKernel : ByKernel<nullptr> {
+  static bool serve(Lesson, const Arguments& call) {
+    const TensorView key = call.tensor(1), value = call.tensor(2), cache = call.tensor(5), slots = call.tensor(6);
+    const int64_t tokens = key.sizes[0];
+    for (int i : {0, 2, 3, 4, 6})
+      if (!has_rows(call.tensor(i), tokens)) return false;
+    if (!tokens || dtype_code(cache) < 0) return false;
+    RopeArgs a = {};
+    set_write(a.write, key, value, cache, slots);
+    set_scales(a.write, call.tensor(11), call.tensor(12));
+    set_angles(a, call.tensor(3), call.tensor(4));
+    const at::Tensor query = set_heads(a.query, call.tensor(0), call.tensor(7), call.number(9));
+    const at::Tensor turned = set_heads(a.key, key, call.tensor(8), call.number(10));
+    a.write.key = turned.data_ptr();
+    a.write.key_token = key.sizes[1] * key.sizes[2];
+    a.write.key_head = key.sizes[2];
+    if (rope_kernel(&a)) return false;
+    call.release(query, turned);
+    return true;
+  }
+};
+
+static void rope_update(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static thread_local KnownCalls<ByRopeKernel> known;
+  const Arguments call(*stack, ROPE_UPDATE);
+  run("attnbackend_python::rope_kv_cache_update", call, known);
+}
+
+// ---- cache writes of latents --------------------------------------------------------------------
 
 static const char MLA_UPDATE[] = "TTWTwsi";
 
@@ -246,14 +314,16 @@ void attnbackend_ops_serve() {
   library.impl("cpu_attn_kv_cache_update", torch::CppFunction::makeFromBoxedFunction<&update>());
   library.impl("cpu_mla_forward_mqa", torch::CppFunction::makeFromBoxedFunction<&forward_mqa>());
   library.impl("cpu_mla_mla_kv_cache_update", torch::CppFunction::makeFromBoxedFunction<&mla_update>());
+  library.impl("rope_kv_cache_update", torch::CppFunction::makeFromBoxedFunction<&rope_update>());
   library.impl("cpu_linear", torch::CppFunction::makeFromBoxedFunction<&linear>());
 }
 
 const char* attnbackend_ops_kinds() {
   static const std::string kinds =
-      std::string(FORWARD) + " " + UPDATE + " " + FORWARD_MQA + " " + MLA_UPDATE + " " + LINEAR;
+      std::string(FORWARD) + " " + UPDATE + " " + FORWARD_MQA + " " + MLA_UPDATE + " " + ROPE_UPDATE + " " + LINEAR;
   return kinds.c_str();
 }
 void attnbackend_ops_share(const Kernels* from_python) { kernels = *from_python; }
+void attnbackend_ops_share_rope(int64_t (*kernel)(const RopeArgs*)) { rope_kernel = kernel; }
 void attnbackend_ops_serve_linear(int64_t serves) { serves_linear = serves; }
 }
