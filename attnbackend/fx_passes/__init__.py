@@ -10,6 +10,7 @@ from attnbackend.fx_passes.fuse_latent_rope import FuseLatentRopeCacheWrite
 from attnbackend.fx_passes.fuse_output_quantization import FuseOutputQuantization
 from attnbackend.fx_passes.fuse_rope import FuseRopeCacheWrite
 from attnbackend.fx_passes.graph_text import graph_text
+from attnbackend.fx_passes.join_cpu_linears import JoinCPULinears
 from attnbackend.fx_passes.merge_linears import MergeLinears
 from attnbackend.fx_passes.pass_manager import PassManager
 from attnbackend.fx_passes.pick_rows_early import PickRowsEarly
@@ -30,6 +31,7 @@ __all__ = [
     "FuseOutputQuantization",
     "FuseRopeCacheWrite",
     "GraphPass",
+    "JoinCPULinears",
     "Measured",
     "MeasuredTable",
     "MergeLinears",

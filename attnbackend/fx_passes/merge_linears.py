@@ -17,7 +17,7 @@ from attnbackend.fx_passes.forms import NoMatch
 from attnbackend.fx_passes.nodes import may_write, tensor_of
 from attnbackend.ops.merged_linear import merged_linear
 
-__all__ = ["MergeLinears"]
+__all__ = ["MergeLinears", "is_given", "linear_arguments", "siblings", "write_between"]
 
 
 class MergeLinears(GraphPass):
@@ -36,7 +36,7 @@ class MergeLinears(GraphPass):
 
     def run(self, graph_module: GraphModule) -> PassReport:
         graph, changes, misses = graph_module.graph, [], []
-        for nodes in _siblings(graph):
+        for nodes in siblings(graph, F.linear):
             names = ", ".join(node.name for node in nodes)
             try:
                 changes.append(_merge(graph, nodes, names))
@@ -47,46 +47,49 @@ class MergeLinears(GraphPass):
         return PassReport(self.name, tuple(changes), tuple(misses))
 
 
-def _siblings(graph: Graph) -> Iterator[list[Node]]:
-    """Layers on one input: those that may be joined together; those that may not, each alone."""
+def siblings(graph: Graph, linear: Any) -> Iterator[list[Node]]:
+    """Calls of ``linear`` on one input: those that may be joined together; those that may not, each alone."""
     by_input: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is F.linear:
-            by_input.setdefault(_arguments(node)[0], []).append(node)
+        if node.op == "call_function" and node.target is linear:
+            by_input.setdefault(linear_arguments(node)[0], []).append(node)
     for nodes in by_input.values():
         groups: dict[Any, list[Node]] = {}
         for node in nodes if len(nodes) > 1 else ():
-            _, weight, bias = _arguments(node)
-            is_given = all(_is_given(x) for x in (weight, bias) if x is not None)
-            groups.setdefault((is_given or node, tensor_of(weight).dtype, bias is None), []).append(node)
+            _, weight, bias = linear_arguments(node)
+            given = all(is_given(x) for x in (weight, bias) if x is not None)
+            groups.setdefault((given or node, tensor_of(weight).dtype, bias is None), []).append(node)
         yield from groups.values()
 
 
-def _is_given(value: Any) -> bool:
+def is_given(value: Any) -> bool:
+    """Whether the graph is given it, rather than computes it."""
     return isinstance(value, Node) and value.op in ("placeholder", "get_attr")
 
 
-def _arguments(node: Node) -> tuple[Any, Any, Any]:
+def linear_arguments(node: Node) -> tuple[Any, Any, Any]:
+    """Input, weight, and bias or None."""
     named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
     return named["input"], named["weight"], named.get("bias")
 
 
 def _check(nodes: list[Node]) -> None:
     for node in nodes:
-        _, weight, bias = _arguments(node)
-        if computed := [x for x in (weight, bias) if x is not None and not _is_given(x)]:
+        _, weight, bias = linear_arguments(node)
+        if computed := [x for x in (weight, bias) if x is not None and not is_given(x)]:
             raise NoMatch(f"{computed[0]} is computed in the graph")
         if type(tensor_of(weight)) is not FakeTensor or tensor_of(weight).dim() != 2:
             raise NoMatch(f"{weight} is no plain matrix, but {tensor_of(weight)}")
         if tensor_of(node).requires_grad:
             raise NoMatch(f"{node} needs a gradient, which {merged_linear.name()} does not give")
     if len(nodes) == 1:
-        raise NoMatch(f"its dtype or its bias sets it apart from others on {_arguments(nodes[0])[0]}")
-    if (between := _write_between(nodes)) is not None:
+        raise NoMatch(f"its dtype or its bias sets it apart from others on {linear_arguments(nodes[0])[0]}")
+    if (between := write_between(nodes)) is not None:
         raise NoMatch(f"{between} may write memory, or change a mode, between them")
 
 
-def _write_between(nodes: list[Node]) -> Node | None:
+def write_between(nodes: Sequence[Node]) -> Node | None:
+    """What may write memory behind the first, up to the last."""
     node = nodes[0]
     while node is not nodes[-1]:
         node = node.next
@@ -98,7 +101,7 @@ def _write_between(nodes: list[Node]) -> Node | None:
 def _merge(graph: Graph, nodes: list[Node], names: str) -> Change:
     """The joint product where the first of them is; each layer's share of it in its place."""
     _check(nodes)
-    found = [_arguments(node) for node in nodes]
+    found = [linear_arguments(node) for node in nodes]
     x, weights = found[0][0], [weight for _, weight, _ in found]
     biases = [] if found[0][2] is None else [bias for *_, bias in found]
     sizes = [tensor_of(weight).shape[0] for weight in weights]

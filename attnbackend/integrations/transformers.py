@@ -33,6 +33,7 @@ from attnbackend.fx_passes import (
     FuseLatentRopeCacheWrite,
     FuseRopeCacheWrite,
     GraphPass,
+    JoinCPULinears,
     MergeLinears,
     PickRowsEarly,
     SelectBackend,
@@ -246,6 +247,8 @@ class TransformersModel:
             passes.append(MergeLinears())
         # On CPUs queries are picked too: before a fusion makes them of all tokens.
         passes.insert(1 if self.device.type == "cpu" else len(passes), PickRowsEarly())
+        if self.device.type == "cpu":
+            passes.append(JoinCPULinears())
         self.compiler = make_compiler(backend, passes=passes, in_pieces=in_pieces)
         layers, runs = _decoder_layers(self._modules, self.model), {}
         self.why_not_picked = why_not_picked(layers, self._logits_of, self.device)

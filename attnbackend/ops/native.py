@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnbackend.kernels.cpu import BuildError, library, load_ops, unavailable_reason
 from attnbackend.native_calls import EPOCH
-from attnbackend.ops.cpu_linear import LINEAR_SCHEMA, WHEN_USED, multiply
+from attnbackend.ops.cpu_linear import SERVED, WHEN_USED
 from attnbackend.ops.generate import op_name, python_run
 from attnbackend.ops.library import (
     ATTENTION,
@@ -65,11 +65,12 @@ def _served() -> str | None:
         ops = load_ops()
     except BuildError as error:
         return str(error)
-    prepare(ops, (role for _, role in _SERVED), ("WWWWWWWwwffwwsi", "WWw"))
+    prepare(ops, (role for _, role in _SERVED), ("WWWWWWWwwffwwsi", "WWw", "WWWwwww", "WWWww"))
     for backend, role in _SERVED:
         define(op_name(backend, role), role.schema, _attention_op(backend, role, ops))
     define("rope_kv_cache_update", ROPE_SCHEMA, _rope_op(ops))
-    define("cpu_linear", LINEAR_SCHEMA, without_derivatives(f"{NAMESPACE}::cpu_linear", multiply))
+    for name, (schema, multiply, _) in SERVED.items():
+        define(name, schema, without_derivatives(f"{NAMESPACE}::{name}", multiply))
     WHEN_USED.append(ops.attnbackend_ops_serve_linear)
     ops.attnbackend_ops_share(byref(_shared(kernels)))
     ops.attnbackend_ops_share_rope(kernels.attnbackend_rope)

@@ -58,10 +58,16 @@ struct RopeArgs {
 // `inputs` is a multiple of so many: whole vectors of every kind.
 constexpr int64_t LINEAR_MULTIPLE = 32;
 // output [rows, outputs] = x [rows, inputs] . weight [outputs, inputs] + bias [outputs], all of one dtype.
-struct LinearArgs {
-  const void *x, *weight, *bias;  // bias: null for none
+struct LinearPart {
+  const void *weight, *bias;  // bias: null for none
   void* output;
-  int64_t rows, inputs, outputs, x_row, weight_row, dtype, threads;
+  int64_t outputs;
+};
+// Several products of the same x; or gated: what goes to the first output is SiLU(first) * second.
+struct LinearArgs {
+  const void* x;
+  LinearPart parts[3];
+  int64_t num_parts, gated, rows, inputs, dtype, threads;
 };
 
 // Why a call was refused: the code names the rule, a, b and c are the numbers of its message.

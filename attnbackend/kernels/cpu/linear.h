@@ -74,15 +74,15 @@ static inline void linear_dots(const typename C::raw* const* weight, const typen
 
 // R rows of x times outputs [first, end) of the weight, into rows of `sums`.
 template <class C, int R>
-static void linear_rows(const LinearArgs& a, const typename C::query* const* x, int64_t first, int64_t end,
-                        float* sums) {
+static void linear_rows(const LinearArgs& a, const LinearPart& part, const typename C::query* const* x,
+                        int64_t first, int64_t end, float* sums) {
   constexpr int J = LinearShape<R>::WEIGHT_ROWS, B = VW / R < J ? J : VW / R;  // outputs that fill a vector
-  const typename C::raw* weight = static_cast<const typename C::raw*>(a.weight);
+  const typename C::raw* weight = static_cast<const typename C::raw*>(part.weight);
   for (int64_t o = first; o < end; o += B) {
     vf dots[R * B];
     for (int b = 0; b < B; b += J) {
       const typename C::raw* rows[J];
-      for (int j = 0; j < J; ++j) rows[j] = weight + std::min(o + b + j, a.outputs - 1) * a.weight_row;
+      for (int j = 0; j < J; ++j) rows[j] = weight + std::min(o + b + j, part.outputs - 1) * a.inputs;
       linear_dots<C, R>(rows, x, a.inputs, dots + b * R);
     }
     float lanes[R * B];
@@ -92,56 +92,116 @@ static void linear_rows(const LinearArgs& a, const typename C::query* const* x, 
   }
 }
 
+// The bias of N outputs from `first` on; 0 where there is none.
+template <int64_t N>
+static void read_bias(const LinearArgs& a, const LinearPart& part, int64_t first, float (&bias)[N]) {
+  std::fill(bias, bias + N, 0.0f);
+  if (!part.bias) return;
+  const char* place = static_cast<const char*>(part.bias) + first * element_size(a.dtype);
+  any_row_to_float(place, bias, static_cast<int>(std::min(N, part.outputs - first)), a.dtype);
+}
+
+// Sums as the type holds them that they would have been written in.
+static void round_to(float* sums, int64_t n, int64_t dtype) {
+  uint16_t stored[LINEAR_BLOCK * PANEL * VW];
+  if (dtype == FLOAT32) return;
+  row_from_float(sums, stored, static_cast<int>(n), dtype);
+  any_row_to_float(stored, sums, static_cast<int>(n), dtype);
+}
+
+// Sums of gates and of what passes them, each as rounded as if it had been an output.
 template <class C>
-static void linear_block(const LinearArgs& a, const typename C::query* x, int64_t x_row, int64_t first) {
-  const int64_t end = std::min(first + LINEAR_BLOCK, a.outputs), size = element_size(a.dtype);
-  float sums[LINEAR_ROWS * LINEAR_BLOCK], bias[LINEAR_BLOCK] = {};
-  if (a.bias) any_row_to_float(static_cast<const char*>(a.bias) + first * size, bias, end - first, a.dtype);
-  for (int64_t r = 0; r < a.rows; r += LINEAR_ROWS) {
-    const int64_t n = std::min(a.rows - r, LINEAR_ROWS);
-    const typename C::query* rows[LINEAR_ROWS];  // behind the last row: the last again
-    for (int64_t k = 0; k < LINEAR_ROWS; ++k) rows[k] = x + (r + std::min(k, n - 1)) * x_row;
-    if (n == 1) linear_rows<C, 1>(a, rows, first, end, sums);
-    else if (n == 2) linear_rows<C, 2>(a, rows, first, end, sums);
-    else if (n <= 4) linear_rows<C, 4>(a, rows, first, end, sums);
-    else linear_rows<C, 8>(a, rows, first, end, sums);
-    for (int64_t k = 0; k < n; ++k) {
-      float* row = sums + k * LINEAR_BLOCK;
-      for (int64_t i = 0; i < end - first; ++i) row[i] += bias[i];
-      char* target = static_cast<char*>(a.output) + ((r + k) * a.outputs + first) * size;
-      row_from_float(row, target, static_cast<int>(end - first), a.dtype);
-    }
+static void pass_gates(float* gates, float* passed, int64_t n, int64_t dtype) {
+  if constexpr (!Products<C>::PAIRS) {
+    round_to(gates, n, dtype);
+    round_to(passed, n, dtype);
+  }
+  for (int64_t i = 0; i < n; i += VW) {
+    const vf gate = Products<C>::rounded(load(gates + i));
+    store(gates + i, silu(gate) * Products<C>::rounded(load(passed + i)));
   }
 }
 
+// Outputs first .. first + LINEAR_BLOCK of n rows, with the bias.
 template <class C>
-static void linear_of(const LinearArgs& a, const typename C::query* x, int64_t x_row) {
-  const int64_t blocks = (a.outputs + LINEAR_BLOCK - 1) / LINEAR_BLOCK;
-  const int64_t worth = a.outputs * a.inputs * element_size(a.dtype) / LINEAR_SHARE;
-  const int threads = static_cast<int>(std::max<int64_t>(1, std::min(a.threads, worth)));
-  if (threads == 1) {
-    for (int64_t b = 0; b < blocks; ++b) linear_block<C>(a, x, x_row, b * LINEAR_BLOCK);
-    return;
+static void linear_sums(const LinearArgs& a, const LinearPart& part, const typename C::query* const* rows,
+                        int64_t n, int64_t first, float* sums) {
+  const int64_t end = std::min(first + LINEAR_BLOCK, part.outputs);
+  if (n == 1) linear_rows<C, 1>(a, part, rows, first, end, sums);
+  else if (n == 2) linear_rows<C, 2>(a, part, rows, first, end, sums);
+  else if (n <= 4) linear_rows<C, 4>(a, part, rows, first, end, sums);
+  else linear_rows<C, 8>(a, part, rows, first, end, sums);
+  float bias[LINEAR_BLOCK];
+  read_bias(a, part, first, bias);
+  for (int64_t k = 0; k < n; ++k)
+    for (int64_t i = 0; i < LINEAR_BLOCK; ++i) sums[k * LINEAR_BLOCK + i] += bias[i];
+}
+
+static char* output_place(const LinearArgs& a, const LinearPart& part, int64_t row, int64_t first) {
+  return static_cast<char*>(part.output) + (row * part.outputs + first) * element_size(a.dtype);
+}
+
+template <class C>
+static void linear_block(const LinearArgs& a, const LinearPart& part, const typename C::query* x, int64_t row0,
+                         int64_t first) {
+  const int64_t count = std::min(LINEAR_BLOCK, part.outputs - first);
+  float sums[LINEAR_ROWS * LINEAR_BLOCK] = {}, passed[LINEAR_ROWS * LINEAR_BLOCK] = {};
+  for (int64_t r = row0; r < a.rows; r += LINEAR_ROWS) {
+    const int64_t n = std::min(a.rows - r, LINEAR_ROWS);
+    const typename C::query* rows[LINEAR_ROWS];  // behind the last row: the last again
+    for (int64_t k = 0; k < LINEAR_ROWS; ++k) rows[k] = x + (r - row0 + std::min(k, n - 1)) * a.inputs;
+    linear_sums<C>(a, part, rows, n, first, sums);
+    if (a.gated) {
+      linear_sums<C>(a, a.parts[1], rows, n, first, passed);
+      pass_gates<C>(sums, passed, n * LINEAR_BLOCK, a.dtype);
+    }
+    for (int64_t k = 0; k < n; ++k)
+      row_from_float(sums + k * LINEAR_BLOCK, output_place(a, part, r + k, first), static_cast<int>(count), a.dtype);
   }
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t b = 0; b < blocks; ++b) linear_block<C>(a, x, x_row, b * LINEAR_BLOCK);
+}
+
+static int64_t outputs_of(const LinearArgs& a) {
+  int64_t outputs = 0;
+  for (int64_t p = 0; p < a.num_parts; ++p) outputs += a.parts[p].outputs;
+  return outputs;
+}
+
+// Parts that have an output of their own.
+static int64_t written_parts(const LinearArgs& a) { return a.gated ? 1 : a.num_parts; }
+
+// The rows from `row0` on, where x begins.
+template <class C>
+static void linear_of(const LinearArgs& a, const typename C::query* x, int64_t row0) {
+  const int64_t worth = outputs_of(a) * a.inputs * element_size(a.dtype) / LINEAR_SHARE;
+  const int64_t threads = std::max<int64_t>(1, std::min(a.threads, worth));
+  const auto run = [&](int64_t t) {
+    for (int64_t p = 0; p < written_parts(a); ++p) {
+      const int64_t blocks = (a.parts[p].outputs + LINEAR_BLOCK - 1) / LINEAR_BLOCK;
+      for (int64_t b = blocks * t / threads; b < blocks * (t + 1) / threads; ++b)
+        linear_block<C>(a, a.parts[p], x, row0, b * LINEAR_BLOCK);
+    }
+  };
+  if (threads == 1) return run(0);
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads))
+  for (int64_t t = 0; t < threads; ++t) run(t);
 }
 
 // Rows of x as floats, in a buffer that the thread keeps.
-static const float* float_rows(const LinearArgs& a) {
+static const float* float_rows(const LinearArgs& a, int64_t first, int64_t rows) {
   static thread_local std::vector<float> buffer;
-  room_for(buffer, a.rows * a.inputs);
-  for (int64_t r = 0; r < a.rows; ++r)
-    any_row_to_float(static_cast<const char*>(a.x) + r * a.x_row * element_size(a.dtype),
-                     buffer.data() + r * a.inputs, static_cast<int>(a.inputs), a.dtype);
+  room_for(buffer, rows * a.inputs);
+  const char* place = static_cast<const char*>(a.x) + first * a.inputs * element_size(a.dtype);
+  any_row_to_float(place, buffer.data(), static_cast<int>(rows * a.inputs), a.dtype);
   return buffer.data();
 }
 
-static void linear_few(const LinearArgs& a) {
-  if (a.dtype == FLOAT32) return linear_of<F32>(a, static_cast<const float*>(a.x), a.x_row);
+static void linear_few(const LinearArgs& a, int64_t row0) {
+  const void* place = static_cast<const char*>(a.x) + row0 * a.inputs * element_size(a.dtype);
+  if (a.dtype == FLOAT32) return linear_of<F32>(a, static_cast<const float*>(place), row0);
 #if defined(__AVX512BF16__)
-  if (a.dtype == BFLOAT16) return linear_of<BF16Pairs>(a, static_cast<const uint16_t*>(a.x), a.x_row);
+  if (a.dtype == BFLOAT16) return linear_of<BF16Pairs>(a, static_cast<const uint16_t*>(place), row0);
 #endif
-  if (a.dtype == BFLOAT16) return linear_of<BF16>(a, float_rows(a), a.inputs);
-  linear_of<F16>(a, float_rows(a), a.inputs);
+  const float* x = float_rows(a, row0, a.rows - row0);
+  if (a.dtype == BFLOAT16) return linear_of<BF16>(a, x, row0);
+  linear_of<F16>(a, x, row0);
 }

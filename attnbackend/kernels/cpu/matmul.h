@@ -5,7 +5,9 @@
 
 constexpr int64_t COLUMN_BYTES = 1 << 19;  // of a block of rows, which stays in the second-level cache
 constexpr int64_t SMALL_WEIGHT = 1 << 22;  // bytes that stay in a cache
-constexpr int64_t SUM_INPUTS = 128;         // longest chain of additions
+constexpr int64_t GATED_VECTORS = 12;      // of rows, whose gates wait for what passes them
+constexpr int64_t VECTORS_TO_SHARE = 16;
+constexpr int64_t SUM_INPUTS = 192;         // longest chain of additions
 
 // A block of rows as columns: panels of up to PANEL vectors of rows, each [inputs or pairs][rows].
 struct Columns {
@@ -39,27 +41,24 @@ static void take_columns(const Query* x, int64_t x_row, int64_t rows, int64_t la
 template <class C>
 static void take_rows(const LinearArgs& a, const Columns& x) {
   constexpr bool AS_IT_IS = Products<C>::PAIRS || std::is_same_v<C, F32>;
-  LinearArgs some = a;
-  some.rows = x.rows;
-  some.x = static_cast<const char*>(a.x) + x.first_row * a.x_row * element_size(a.dtype);
-  const void* rows = AS_IT_IS ? some.x : float_rows(some);
-  const int64_t x_row = AS_IT_IS ? a.x_row : a.inputs;
+  const void* rows = static_cast<const char*>(a.x) + x.first_row * a.inputs * element_size(a.dtype);
+  if (!AS_IT_IS) rows = float_rows(a, x.first_row, x.rows);
   for (int64_t at = 0, n; at < x.vectors; at += n) {
     n = x.panel_vectors(at);
     for (int64_t v = 0; v < n; ++v)
-      take_columns(static_cast<const typename C::query*>(rows) + (at + v) * VW * x_row, x_row,
+      take_columns(static_cast<const typename C::query*>(rows) + (at + v) * VW * a.inputs, a.inputs,
                    x.rows - (at + v) * VW, x.lanes, x.panel(at) + v * VW, n * VW);
   }
 }
 
 // VW rows of the weight, of which the last is taken for those behind it, as the kernel multiplies them.
 template <class C>
-static void weight_rows(const LinearArgs& a, int64_t first, typename Products<C>::element* copies,
-                        const typename Products<C>::element** rows) {
+static void weight_rows(const LinearArgs& a, const LinearPart& part, int64_t first,
+                        typename Products<C>::element* copies, const typename Products<C>::element** rows) {
   typedef typename Products<C>::element Element;
-  const typename C::raw* weight = static_cast<const typename C::raw*>(a.weight);
+  const typename C::raw* weight = static_cast<const typename C::raw*>(part.weight);
   for (int64_t o = 0; o < VW; ++o) {
-    const typename C::raw* row = weight + std::min(first + o, a.outputs - 1) * a.weight_row;
+    const typename C::raw* row = weight + std::min(first + o, part.outputs - 1) * a.inputs;
     if constexpr (Products<C>::PAIRS || std::is_same_v<C, F32>) {
       rows[o] = reinterpret_cast<const Element*>(row);
     } else {
@@ -69,17 +68,26 @@ static void weight_rows(const LinearArgs& a, int64_t first, typename Products<C>
   }
 }
 
-// Where the rows of the weight lie that come next; null where they are asked for already.
+// Rows of a weight that are multiplied later; no place: there are none, or not VW of them.
 struct NextRows {
   const char* place;
   int64_t row_bytes, lane_bytes;
 
+  // Lanes from `lane` up to `end` of KR rows from `row` on.
   void ask(int64_t row, int64_t lane, int64_t end) const {
     if (!place) return;
     for (int64_t r = row; r < row + KR; ++r)
       for (int64_t at = lane * lane_bytes; at < end * lane_bytes; at += 64) ask_for(place + r * row_bytes + at);
   }
 };
+
+template <class C>
+static NextRows rows_at(const LinearArgs& a, const LinearPart& part, int64_t first) {
+  const int64_t row_bytes = a.inputs * element_size(a.dtype);
+  const char* place = static_cast<const char*>(part.weight) + first * row_bytes;
+  return {first + VW <= part.outputs ? place : nullptr, row_bytes,
+          Products<C>::PAIRS ? 4 : static_cast<int64_t>(sizeof(typename C::raw))};
+}
 
 // sums[o][row] of VW outputs, in turns of KR, and of N vectors of rows.
 template <class P, int N>
@@ -96,25 +104,23 @@ static void panel_sums(const Columns& x, int64_t at, const typename P::element* 
   }
 }
 
-static char* output_place(const LinearArgs& a, int64_t row, int64_t first) {
-  return static_cast<char*>(a.output) + (row * a.outputs + first) * element_size(a.dtype);
-}
-
 // Asks for the places of outputs ahead of time, which lie a row apart from each other.
-static void ask_for_places(const LinearArgs& a, int64_t row, int64_t rows, int64_t first) {
-  for (int64_t r = row; r < row + rows; ++r) __builtin_prefetch(output_place(a, r, first), 1, 2);
+static void ask_for_places(const LinearArgs& a, const LinearPart& part, const Columns& x, int64_t at, int64_t n,
+                           int64_t first) {
+  for (int64_t r = at * VW; r < std::min((at + n) * VW, x.rows); ++r)
+    __builtin_prefetch(output_place(a, part, x.first_row + r, first), 1, 2);
 }
 
 // `sums` [VW][stride] of the rows from `row` on, with the bias, to where they belong.
 template <class C>
-static void write_sums(const LinearArgs& a, int64_t row, int64_t rows, int64_t first, const float* sums,
-                       int64_t stride, const float* bias) {
-  const int64_t count = std::min<int64_t>(VW, a.outputs - first);
+static void write_sums(const LinearArgs& a, const LinearPart& part, int64_t row, int64_t rows, int64_t first,
+                       const float* sums, int64_t stride, const float* bias) {
+  const int64_t count = std::min<int64_t>(VW, part.outputs - first);
   float lanes[VW * VW];
   transpose(sums, stride, lanes, VW);
   for (int64_t r = 0; r < std::min<int64_t>(VW, rows); ++r) {
     const vf result = load(lanes + r * VW) + load(bias);
-    char* place = output_place(a, row + r, first);
+    char* place = output_place(a, part, row + r, first);
     if (a.dtype == FLOAT32 && count == VW) {
       store(reinterpret_cast<float*>(place), result);
     } else {
@@ -127,9 +133,9 @@ static void write_sums(const LinearArgs& a, int64_t row, int64_t rows, int64_t f
 #if defined(__AVX512BF16__)
 // Two outputs become a pair before they are transposed, which halves that.
 template <>
-void write_sums<BF16Pairs>(const LinearArgs& a, int64_t row, int64_t rows, int64_t first, const float* sums,
-                           int64_t stride, const float* bias) {
-  const int64_t count = std::min<int64_t>(VW, a.outputs - first);
+void write_sums<BF16Pairs>(const LinearArgs& a, const LinearPart& part, int64_t row, int64_t rows, int64_t first,
+                           const float* sums, int64_t stride, const float* bias) {
+  const int64_t count = std::min<int64_t>(VW, part.outputs - first);
   vf pairs[VW / 2];
 #pragma GCC unroll 8
   for (int o = 0; o < VW / 2; ++o) {
@@ -142,99 +148,172 @@ void write_sums<BF16Pairs>(const LinearArgs& a, int64_t row, int64_t rows, int64
   for (int r = 0; r < VW; ++r) {
     const char* lanes = reinterpret_cast<const char*>(pairs) + r * VW * 2;
     if (r >= rows) continue;
-    char* place = output_place(a, row + r, first);
+    char* place = output_place(a, part, row + r, first);
     if (count == VW) std::memcpy(place, lanes, VW * 2);  // of a known size: no call
     else std::memcpy(place, lanes, count * 2);
   }
 }
 #endif
 
+// What outputs first .. first + VW are computed of.
+template <class C>
+struct WeightBlock {
+  typedef Products<C> P;
+  const typename P::element* rows[VW];
+  float bias[VW];
+  NextRows next;
+
+  // Where copies of a weight are multiplied, it is good until another is made on this thread.
+  WeightBlock(const LinearArgs& a, const LinearPart& part, int64_t first, const NextRows& next) : next(next) {
+    static thread_local std::vector<typename P::element> copies;
+    if (!P::PAIRS && !std::is_same_v<C, F32>) room_for(copies, VW * a.inputs);
+    weight_rows<C>(a, part, first, copies.data(), rows);
+    read_bias(a, part, first, bias);
+  }
+
+  // Of n vectors of rows; the next block is asked for with the first of them.
+  void sums_of(const Columns& x, int64_t at, int64_t n, float* sums) const {
+    const NextRows asked = at == 0 ? next : NextRows{};
+    if (n == 1) panel_sums<P, 1>(x, at, rows, asked, sums);
+    else if (n == 2) panel_sums<P, 2>(x, at, rows, asked, sums);
+    else panel_sums<P, 3>(x, at, rows, asked, sums);
+  }
+
+  void add_bias(float* sums, int64_t rows) const {
+    for (int64_t o = 0; o < VW; ++o)
+      for (int64_t r = 0; r < rows; r += VW) store(sums + o * rows + r, load(sums + o * rows + r) + bias[o]);
+  }
+};
+
+// `sums` of n vectors of rows, from vector `at` of the block on, to where they belong.
+template <class C>
+static void write_panel(const LinearArgs& a, const LinearPart& part, const Columns& x, int64_t at, int64_t n,
+                        int64_t first, const float* sums, const float* bias) {
+  for (int64_t v = at; v < at + n; ++v)
+    write_sums<C>(a, part, x.first_row + v * VW, x.rows - v * VW, first, sums + (v - at) * VW, n * VW, bias);
+}
+
 // Outputs first .. first + VW of a block of rows.
 template <class C>
-static void many_block(const LinearArgs& a, const Columns& x, int64_t first) {
-  typedef Products<C> P;
-  static thread_local std::vector<typename P::element> copies;
-  if (!P::PAIRS && !std::is_same_v<C, F32>) room_for(copies, VW * a.inputs);
-  const typename P::element* weight[VW];
-  weight_rows<C>(a, first, copies.data(), weight);
-  const int64_t size = element_size(a.dtype), count = std::min<int64_t>(VW, a.outputs - first);
-  float bias[VW] = {}, sums[VW * PANEL * VW];
-  if (a.bias) any_row_to_float(static_cast<const char*>(a.bias) + first * size, bias, static_cast<int>(count), a.dtype);
-  const int64_t row_bytes = a.weight_row * size;
-  const char* following = static_cast<const char*>(a.weight) + (first + VW) * row_bytes;
+static void many_block(const LinearArgs& a, const LinearPart& part, const Columns& x, int64_t first,
+                       const NextRows& next) {
+  const WeightBlock<C> weight(a, part, first, next);
+  float sums[VW * PANEL * VW];
   for (int64_t at = 0, n; at < x.vectors; at += n) {
     n = x.panel_vectors(at);
-    const bool asks = at == 0 && first + 2 * VW <= a.outputs;
-    const NextRows next = {asks ? following : nullptr, row_bytes, P::PAIRS ? 4 : int64_t(sizeof(typename C::raw))};
-    ask_for_places(a, x.first_row + at * VW, std::min(n * VW, x.rows - at * VW), first);
-    if (n == 1) panel_sums<P, 1>(x, at, weight, next, sums);
-    else if (n == 2) panel_sums<P, 2>(x, at, weight, next, sums);
-    else panel_sums<P, 3>(x, at, weight, next, sums);
-    for (int64_t v = 0; v < n; ++v)
-      write_sums<C>(a, x.first_row + (at + v) * VW, x.rows - (at + v) * VW, first, sums + v * VW, n * VW, bias);
+    ask_for_places(a, part, x, at, n, first);
+    weight.sums_of(x, at, n, sums);
+    write_panel<C>(a, part, x, at, n, first, sums, weight.bias);
   }
 }
 
-// What one thread computes: whole vectors of rows, whole blocks of outputs.
-struct Part {
-  int64_t row, end_row, block, end_block;
+// The same of a gated product: gates of some rows, then what passes them, so that a weight stays in the cache.
+template <class C>
+static void gated_block(const LinearArgs& a, const Columns& x, int64_t first) {
+  static const float no_bias[VW] = {};
+  float gates[GATED_VECTORS * VW * VW], passed[VW * PANEL * VW];
+  for (int64_t start = 0, end; start < x.vectors; start = end) {
+    end = start;
+    {
+      const WeightBlock<C> weight(a, a.parts[0], first, rows_at<C>(a, a.parts[0], first + VW));
+      for (int64_t n; end < x.vectors && end + PANEL <= start + GATED_VECTORS; end += n) {
+        n = x.panel_vectors(end);
+        float* sums = gates + (end - start) * VW * VW;
+        weight.sums_of(x, end, n, sums);
+        weight.add_bias(sums, n * VW);
+      }
+    }
+    const WeightBlock<C> weight(a, a.parts[1], first, rows_at<C>(a, a.parts[1], first + VW));
+    for (int64_t at = start, n; at < end; at += n) {
+      n = x.panel_vectors(at);
+      ask_for_places(a, a.parts[0], x, at, n, first);
+      weight.sums_of(x, at, n, passed);
+      weight.add_bias(passed, n * VW);
+      float* sums = gates + (at - start) * VW * VW;
+      pass_gates<C>(sums, passed, VW * n * VW, a.dtype);
+      write_panel<C>(a, a.parts[0], x, at, n, first, sums, no_bias);
+    }
+  }
+}
+
+// What one thread computes: whole vectors of rows, and a share of the blocks of outputs of each part.
+struct Task {
+  int64_t row, end_row, place, places;
+  int64_t begin(const LinearPart& part) const { return (part.outputs + VW - 1) / VW * place / places; }
+  int64_t end(const LinearPart& part) const { return (part.outputs + VW - 1) / VW * (place + 1) / places; }
 };
+
+// The rows of weights that a task begins with are asked for while there is other work.
+template <class C>
+static void ask_for_first(const LinearArgs& a, const Task& task, int64_t lanes) {
+  for (int64_t p = 0; p <= a.gated; ++p) {
+    const NextRows rows = rows_at<C>(a, a.parts[p], task.begin(a.parts[p]) * VW);
+    for (int64_t r = 0; r < VW; r += KR) rows.ask(r, 0, lanes);
+  }
+}
+
+template <class C>
+static void task_blocks(const LinearArgs& a, const Task& task, const Columns& x) {
+  for (int64_t p = 0; p < written_parts(a); ++p) {
+    const LinearPart &part = a.parts[p], &following = a.parts[std::min(p + 1, a.num_parts - 1)];
+    for (int64_t b = task.begin(part), end = task.end(part); b < end; ++b) {
+      if (a.gated) gated_block<C>(a, x, b * VW);
+      else if (b + 1 < end) many_block<C>(a, part, x, b * VW, rows_at<C>(a, part, (b + 1) * VW));
+      else many_block<C>(a, part, x, b * VW, rows_at<C>(a, following, task.begin(following) * VW));
+    }
+  }
+}
 
 // Rows in blocks of about equally many.
 template <class C>
-static void many_part(const LinearArgs& a, const Part& part) {
+static void many_task(const LinearArgs& a, const Task& task) {
   static thread_local std::vector<float> buffer;
-  const int64_t lanes = a.inputs * sizeof(typename C::query) / sizeof(float), rows = part.end_row - part.row;
+  const int64_t lanes = a.inputs * sizeof(typename C::query) / sizeof(float), rows = task.end_row - task.row;
   const int64_t most = std::max<int64_t>(2 * PANEL, COLUMN_BYTES / (lanes * 4 * VW)) * VW;
   const int64_t blocks = (rows + most - 1) / most, each = round_up((rows + blocks - 1) / blocks, VW);
   room_for(buffer, each * lanes + VW);
   const uintptr_t start = reinterpret_cast<uintptr_t>(buffer.data());
   Columns x = {reinterpret_cast<float*>((start + VW * 4 - 1) / (VW * 4) * (VW * 4)), lanes};
-  for (x.first_row = part.row; x.first_row < part.end_row; x.first_row += each) {
-    x.rows = std::min(each, part.end_row - x.first_row);
+  for (x.first_row = task.row; x.first_row < task.end_row; x.first_row += each) {
+    x.rows = std::min(each, task.end_row - x.first_row);
     x.vectors = (x.rows + VW - 1) / VW;
+    ask_for_first<C>(a, task, lanes);
     take_rows<C>(a, x);
-    for (int64_t b = part.block; b < part.end_block; ++b) many_block<C>(a, x, b * VW);
+    task_blocks<C>(a, task, x);
   }
 }
 
-// Threads share the rows, as far as there are two vectors of them for each, and then the outputs.
+// Threads share the outputs, each with columns of its own; or the rows, where there are VECTORS_TO_SHARE for each:
+// that takes less work, and every thread reads the whole weight.
 template <class C>
-static void many_of(const LinearArgs& a) {
-  const int64_t vectors = (a.rows + VW - 1) / VW, blocks = (a.outputs + VW - 1) / VW, threads = a.threads;
+static void many_of(const LinearArgs& a, int64_t rows) {
+  const int64_t vectors = (rows + VW - 1) / VW, threads = a.threads;
   int64_t shares = threads;
-  while (shares > 1 && (threads % shares || vectors < 2 * shares)) --shares;
-  const int64_t others = threads / shares;
+  while (shares > 1 && (threads % shares || vectors < VECTORS_TO_SHARE * shares)) --shares;
   const auto run = [&](int64_t t) {
-    const int64_t i = t % shares, j = t / shares;
-    many_part<C>(a, {vectors * i / shares * VW, std::min(a.rows, vectors * (i + 1) / shares * VW),
-                     blocks * j / others, blocks * (j + 1) / others});
+    const int64_t i = t % shares;
+    many_task<C>(a, {vectors * i / shares * VW, std::min(rows, vectors * (i + 1) / shares * VW), t / shares,
+                     threads / shares});
   };
   if (threads == 1) return run(0);
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads))
   for (int64_t t = 0; t < threads; ++t) run(t);
 }
 
-static void linear_many(const LinearArgs& a) {
-  if (a.dtype == FLOAT32) return many_of<F32>(a);
+// The first `rows` rows.
+static void linear_many(const LinearArgs& a, int64_t rows) {
+  if (a.dtype == FLOAT32) return many_of<F32>(a, rows);
 #if defined(__AVX512BF16__)
-  if (a.dtype == BFLOAT16) return many_of<BF16Pairs>(a);
+  if (a.dtype == BFLOAT16) return many_of<BF16Pairs>(a, rows);
 #endif
-  if (a.dtype == BFLOAT16) return many_of<BF16>(a);
-  many_of<F16>(a);
+  if (a.dtype == BFLOAT16) return many_of<BF16>(a, rows);
+  many_of<F16>(a, rows);
 }
 
 // Rows that fill at most half a vector are cheaper without one, unless a weight is read from memory again for them.
 static void linear(const LinearArgs& a) {
-  const bool is_small = a.inputs * a.outputs * element_size(a.dtype) <= SMALL_WEIGHT;
+  const bool is_small = a.inputs * outputs_of(a) * element_size(a.dtype) <= SMALL_WEIGHT;
   const int64_t rest = a.rows % VW, few = 2 * rest <= VW && (rest == a.rows || is_small) ? rest : 0;
-  const int64_t many = a.rows - few;
-  LinearArgs some = a;
-  some.rows = many;
-  if (many) linear_many(some);
-  if (!few) return;
-  some.rows = few;
-  some.x = static_cast<const char*>(a.x) + many * a.x_row * element_size(a.dtype);
-  some.output = static_cast<char*>(a.output) + many * a.outputs * element_size(a.dtype);
-  linear_few(some);
+  if (few < a.rows) linear_many(a, a.rows - few);
+  if (few) linear_few(a, a.rows - few);
 }

@@ -19,6 +19,7 @@ struct Products {
   static inline operand get(const element* p) { return load(p); }
   static inline operand spread(element x) { return splat(x); }
   static inline vf add(vf acc, operand a, operand b) { return acc + a * b; }
+  static inline vf rounded(vf x) { return x; }  // to the query's type, where pairs are multiplied
 };
 
 #if defined(__AVX512BF16__)
@@ -39,6 +40,9 @@ struct Products<BF16Pairs> {
   static inline operand spread(element x) { return x - vu{}; }
   static inline vf add(vf acc, operand a, operand b) {
     return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+  }
+  static inline vf rounded(vf x) {
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
   }
   // Lanes of two: `a` in the lower halves.
   static inline operand round(vf a, vf b) {

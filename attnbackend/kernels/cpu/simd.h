@@ -202,6 +202,22 @@ static inline vf exp_nonpositive(vf x) {
 }
 #endif
 
+// 1 / x for x from 1 to 2, to about 1 ulp.
+static inline vf inverse_of_sum(vf x) {
+#if defined(__AVX512F__)
+  const vf y = (vf)_mm512_rcp14_ps((__m512)x);
+  return y * (1.0f - x * y) + y;
+#else
+  return 1.0f / x;
+#endif
+}
+
+// x / (1 + exp(-x))
+static inline vf silu(vf x) {
+  const vf e = exp_nonpositive(x < 0 ? x : -x);
+  return (x < 0 ? x * e : x) * inverse_of_sum(1.0f + e);
+}
+
 // tanh to about 2 ulp: odd polynomial near 0, (1 - e) / (1 + e) with e = exp(-2|x|) elsewhere.
 static inline vf tanh_vector(vf x) {
   const vf a = x < 0 ? -x : x;

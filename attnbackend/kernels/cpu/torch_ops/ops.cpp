@@ -316,11 +316,14 @@ void attnbackend_ops_serve() {
   library.impl("cpu_mla_mla_kv_cache_update", torch::CppFunction::makeFromBoxedFunction<&mla_update>());
   library.impl("rope_kv_cache_update", torch::CppFunction::makeFromBoxedFunction<&rope_update>());
   library.impl("cpu_linear", torch::CppFunction::makeFromBoxedFunction<&linear>());
+  library.impl("cpu_linears", torch::CppFunction::makeFromBoxedFunction<&linears>());
+  library.impl("cpu_gated_linear", torch::CppFunction::makeFromBoxedFunction<&gated_linear>());
 }
 
 const char* attnbackend_ops_kinds() {
   static const std::string kinds =
-      std::string(FORWARD) + " " + UPDATE + " " + FORWARD_MQA + " " + MLA_UPDATE + " " + ROPE_UPDATE + " " + LINEAR;
+      std::string(FORWARD) + " " + UPDATE + " " + FORWARD_MQA + " " + MLA_UPDATE + " " + ROPE_UPDATE + " " + LINEAR +
+      " " + LINEARS + " " + GATED_LINEAR;
   return kinds.c_str();
 }
 void attnbackend_ops_share(const Kernels* from_python) { kernels = *from_python; }
