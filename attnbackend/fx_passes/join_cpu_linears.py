@@ -24,9 +24,9 @@ _MOST = 3
 class JoinCPULinears(GraphPass):
     """Joins calls of the op `cpu_linear` on one input.
 
-    ``silu(gate) * up`` of two of them becomes `cpu_gated_linear`, others `cpu_linears`; every output keeps its
-    strides. Layers are left alone, with the reason, where a weight or bias is computed in the graph, or where a
-    write of any memory, or a change of mode such as autocast, comes between them.
+    ``silu(gate) * up`` of two of them becomes `cpu_gated_linear`, others `cpu_linears`; every output keeps
+    its strides. Layers are left alone, with the reason, where a weight or bias is computed in the graph, or
+    where a write of any memory, or a change of mode such as autocast, comes between them.
     """
 
     name = "join_cpu_linears"
@@ -46,7 +46,7 @@ class JoinCPULinears(GraphPass):
 
 
 def _gates(graph: Graph) -> Iterator[list[Node]]:
-    """Of ``silu(gate) * up``: gate, up, the SiLU, the product, of which nobody else reads one but the last."""
+    """Of ``silu(gate) * up``: gate, up, SiLU and product, of which others read the product alone."""
     for node in list(graph.nodes):
         if name_of(node) != "mul" or len(node.args) != 2 or node.kwargs:
             continue

@@ -1,8 +1,8 @@
 """Linear layers whose products an own kernel computes while an engine on a CPU serves.
 
-`cpu_linear` is one of them, `cpu_linears` two or three of one input, `cpu_gated_linear` the product of SiLU of one
-and another. The kernel reads weights as they lie: there is no packed copy of them. Everywhere else, and where the
-kernel does not take a product, the ops are ``F.linear`` and ``F.silu``.
+`cpu_linear` is one of them, `cpu_linears` two or three of one input, `cpu_gated_linear` SiLU of one times
+another. The kernel reads weights as they lie: there is no packed copy of them. Everywhere else, and where
+the kernel does not take a product, the ops are ``F.linear`` and ``F.silu``.
 
 Shape legend: O output features, I input features.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -86,7 +87,7 @@ def _gated_fake(
     return x.new_empty(*x.shape[:-1], gate_OI.shape[0])
 
 
-SERVED = {
+SERVED: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "cpu_linear": ("(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", _linear, _fake),
     "cpu_linears": (
         "(Tensor input, Tensor weight, Tensor second, Tensor? third=None, Tensor? bias=None, "

@@ -141,22 +141,44 @@ static char* output_place(const LinearArgs& a, const LinearPart& part, int64_t r
   return static_cast<char*>(part.output) + (row * part.outputs + first) * element_size(a.dtype);
 }
 
+// What is computed at a time: up to LINEAR_ROWS rows, and blocks [begin, end) of outputs.
 template <class C>
-static void linear_block(const LinearArgs& a, const LinearPart& part, const typename C::query* x, int64_t row0,
-                         int64_t first) {
-  const int64_t count = std::min(LINEAR_BLOCK, part.outputs - first);
-  float sums[LINEAR_ROWS * LINEAR_BLOCK] = {}, passed[LINEAR_ROWS * LINEAR_BLOCK] = {};
-  for (int64_t r = row0; r < a.rows; r += LINEAR_ROWS) {
-    const int64_t n = std::min(a.rows - r, LINEAR_ROWS);
-    const typename C::query* rows[LINEAR_ROWS];  // behind the last row: the last again
-    for (int64_t k = 0; k < LINEAR_ROWS; ++k) rows[k] = x + (r - row0 + std::min(k, n - 1)) * a.inputs;
-    linear_sums<C>(a, part, rows, n, first, sums);
-    if (a.gated) {
-      linear_sums<C>(a, a.parts[1], rows, n, first, passed);
-      pass_gates<C>(sums, passed, n * LINEAR_BLOCK, a.dtype);
-    }
-    for (int64_t k = 0; k < n; ++k)
-      row_from_float(sums + k * LINEAR_BLOCK, output_place(a, part, r + k, first), static_cast<int>(count), a.dtype);
+struct Few {
+  const typename C::query* rows[LINEAR_ROWS];  // behind the last row: the last again
+  int64_t first_row, count, begin, end;
+};
+
+template <class C>
+static void write_few(const LinearArgs& a, const LinearPart& part, const Few<C>& x, int64_t block, const float* sums) {
+  const int64_t first = block * LINEAR_BLOCK, count = std::min(LINEAR_BLOCK, part.outputs - first);
+  for (int64_t k = 0; k < x.count; ++k)
+    row_from_float(sums + k * LINEAR_BLOCK, output_place(a, part, x.first_row + k, first), static_cast<int>(count),
+                   a.dtype);
+}
+
+template <class C>
+static void few_outputs(const LinearArgs& a, const LinearPart& part, const Few<C>& x) {
+  float sums[LINEAR_ROWS * LINEAR_BLOCK] = {};
+  for (int64_t b = x.begin; b < x.end; ++b) {
+    linear_sums<C>(a, part, x.rows, x.count, b * LINEAR_BLOCK, sums);
+    write_few<C>(a, part, x, b, sums);
+  }
+}
+
+// All gates, then what passes them: each weight is one stream.
+template <class C>
+static void few_gated(const LinearArgs& a, const Few<C>& x) {
+  static thread_local std::vector<float> gates;
+  const int64_t size = x.count * LINEAR_BLOCK;
+  room_for(gates, (x.end - x.begin) * size);
+  float passed[LINEAR_ROWS * LINEAR_BLOCK] = {};
+  for (int64_t b = x.begin; b < x.end; ++b)
+    linear_sums<C>(a, a.parts[0], x.rows, x.count, b * LINEAR_BLOCK, gates.data() + (b - x.begin) * size);
+  for (int64_t b = x.begin; b < x.end; ++b) {
+    float* sums = gates.data() + (b - x.begin) * size;
+    linear_sums<C>(a, a.parts[1], x.rows, x.count, b * LINEAR_BLOCK, passed);
+    pass_gates<C>(sums, passed, size, a.dtype);
+    write_few<C>(a, a.parts[0], x, b, sums);
   }
 }
 
@@ -177,8 +199,12 @@ static void linear_of(const LinearArgs& a, const typename C::query* x, int64_t r
   const auto run = [&](int64_t t) {
     for (int64_t p = 0; p < written_parts(a); ++p) {
       const int64_t blocks = (a.parts[p].outputs + LINEAR_BLOCK - 1) / LINEAR_BLOCK;
-      for (int64_t b = blocks * t / threads; b < blocks * (t + 1) / threads; ++b)
-        linear_block<C>(a, a.parts[p], x, row0, b * LINEAR_BLOCK);
+      for (int64_t r = row0; r < a.rows; r += LINEAR_ROWS) {
+        Few<C> some = {{}, r, std::min(a.rows - r, LINEAR_ROWS), blocks * t / threads, blocks * (t + 1) / threads};
+        for (int64_t k = 0; k < LINEAR_ROWS; ++k)
+          some.rows[k] = x + (r - row0 + std::min(k, some.count - 1)) * a.inputs;
+        a.gated ? few_gated<C>(a, some) : few_outputs<C>(a, a.parts[p], some);
+      }
     }
   };
   if (threads == 1) return run(0);
