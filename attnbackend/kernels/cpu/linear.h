@@ -170,7 +170,7 @@ template <class C>
 static void few_gated(const LinearArgs& a, const Few<C>& x) {
   static thread_local std::vector<float> gates;
   const int64_t size = x.count * LINEAR_BLOCK;
-  room_for(gates, (x.end - x.begin) * size);
+  room_for(gates, (x.end - x.begin) * size + LINEAR_ROWS * LINEAR_BLOCK);  // as many rows may be written at the end
   float passed[LINEAR_ROWS * LINEAR_BLOCK] = {};
   for (int64_t b = x.begin; b < x.end; ++b)
     linear_sums<C>(a, a.parts[0], x.rows, x.count, b * LINEAR_BLOCK, gates.data() + (b - x.begin) * size);
