@@ -75,7 +75,7 @@ def row_by_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 def scope(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Products of few rows round otherwise than those of more, and graphs pad batches: each row by itself."""
     monkeypatch.setattr(cpu_linear, "_tell", lambda used: None)
-    monkeypatch.setattr(cpu_linear, "F", SimpleNamespace(linear=row_by_row))
+    monkeypatch.setattr(cpu_linear, "F", SimpleNamespace(linear=row_by_row, silu=torch.nn.functional.silu))
     with registry_scope():
         yield
 
