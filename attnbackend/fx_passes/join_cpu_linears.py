@@ -7,11 +7,16 @@ from collections.abc import Iterable, Iterator
 
 from torch.fx import Graph, GraphModule, Node
 
-from attnbackend._torch_compat import FakeTensor
-from attnbackend.fx_passes.base import Change, GraphPass, NearMiss, PassReport
+from attnbackend.fx_passes.base import Change, GraphPass, PassReport
 from attnbackend.fx_passes.edits import emit
 from attnbackend.fx_passes.forms import NoMatch, name_of
-from attnbackend.fx_passes.merge_linears import is_given, linear_arguments, siblings, write_between
+from attnbackend.fx_passes.merge_linears import (
+    check_siblings,
+    check_weight,
+    join_all,
+    linear_arguments,
+    siblings,
+)
 from attnbackend.fx_passes.nodes import tensor_of
 from attnbackend.ops.cpu_linear import MULTIPLE, cpu_gated_linear, cpu_linear, cpu_linears
 
@@ -32,17 +37,9 @@ class JoinCPULinears(GraphPass):
     name = "join_cpu_linears"
 
     def run(self, graph_module: GraphModule) -> PassReport:
-        graph, changes, misses = graph_module.graph, [], []
-        for found, join in ((_gates(graph), _join_gate), (_groups(graph), _join)):
-            for nodes in found:
-                names = ", ".join(node.name for node in nodes)
-                try:
-                    changes.append(join(graph, nodes, names))
-                except NoMatch as no:
-                    misses.append(NearMiss(names, "joint product", (str(no),)))
-        if changes:
-            graph_module.recompile()
-        return PassReport(self.name, tuple(changes), tuple(misses))
+        ways = ((_gates, _join_gate), (_groups, _join))
+        found = ((nodes, join) for find, join in ways for nodes in find(graph_module.graph))
+        return join_all(self.name, graph_module, found)
 
 
 def _gates(graph: Graph) -> Iterator[list[Node]]:
@@ -71,25 +68,16 @@ def _is_linear(node: object) -> bool:
 
 def _check(nodes: Iterable[Node]) -> None:
     for node in nodes:
-        _, weight, bias = linear_arguments(node)
-        if computed := [x for x in (weight, bias) if x is not None and not is_given(x)]:
-            raise NoMatch(f"{computed[0]} is computed in the graph")
-        if type(tensor_of(weight)) is not FakeTensor or tensor_of(weight).dim() != 2:
-            raise NoMatch(f"{weight} is no plain matrix, but {tensor_of(weight)}")
+        check_weight(node)
+        _, weight, _ = linear_arguments(node)
         if tensor_of(weight).shape[1] % MULTIPLE:
             raise NoMatch(f"{weight} has {tensor_of(weight).shape[1]} inputs, no multiple of {MULTIPLE}")
-
-
-def _check_no_write(nodes: Iterable[Node]) -> None:
-    first, *_, last = sorted(nodes)
-    if (between := write_between((first, last))) is not None:
-        raise NoMatch(f"{between} may write memory, or change a mode, between them")
 
 
 def _join_gate(graph: Graph, nodes: list[Node], names: str) -> Change:
     gate, up, _, product = nodes
     _check((gate, up))
-    _check_no_write(nodes)
+    check_siblings(nodes)
     (x, gate_weight, gate_bias), (_, up_weight, up_bias) = map(linear_arguments, (gate, up))
     if tensor_of(gate_weight).shape != tensor_of(up_weight).shape:
         raise NoMatch(f"{gate_weight} and {up_weight} are of different shapes")
@@ -103,9 +91,7 @@ def _join_gate(graph: Graph, nodes: list[Node], names: str) -> Change:
 
 def _join(graph: Graph, nodes: list[Node], names: str) -> Change:
     _check(nodes)
-    if len(nodes) == 1:
-        raise NoMatch(f"its dtype or its bias sets it apart from others on {linear_arguments(nodes[0])[0]}")
-    _check_no_write(nodes)
+    check_siblings(nodes)
     found = [linear_arguments(node) for node in nodes]
     weights, biases = ([x[i] for x in found] + [None] * (_MOST - len(found)) for i in (1, 2))
     for given in (*weights, *biases):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from attnbackend.fx_passes.forms import NoMatch
 from attnbackend.fx_passes.nodes import may_write, tensor_of
 from attnbackend.ops.merged_linear import merged_linear
 
-__all__ = ["MergeLinears", "is_given", "linear_arguments", "siblings", "write_between"]
+__all__ = ["MergeLinears", "check_siblings", "check_weight", "join_all", "linear_arguments", "siblings"]
 
 
 class MergeLinears(GraphPass):
@@ -35,16 +35,25 @@ class MergeLinears(GraphPass):
     name = "merge_linears"
 
     def run(self, graph_module: GraphModule) -> PassReport:
-        graph, changes, misses = graph_module.graph, [], []
-        for nodes in siblings(graph, F.linear):
-            names = ", ".join(node.name for node in nodes)
-            try:
-                changes.append(_merge(graph, nodes, names))
-            except NoMatch as no:
-                misses.append(NearMiss(names, "joint product", (str(no),)))
-        if changes:
-            graph_module.recompile()
-        return PassReport(self.name, tuple(changes), tuple(misses))
+        found = siblings(graph_module.graph, F.linear)
+        return join_all(self.name, graph_module, ((nodes, _merge) for nodes in found))
+
+
+def join_all(
+    name: str, graph_module: GraphModule,
+    found: Iterable[tuple[list[Node], Callable[[Graph, list[Node], str], Change]]],
+) -> PassReport:  # fmt: skip
+    """The report of pass ``name``: groups of layers, each joined by its function, or why it was not."""
+    changes, misses = [], []
+    for nodes, join in found:
+        names = ", ".join(node.name for node in nodes)
+        try:
+            changes.append(join(graph_module.graph, nodes, names))
+        except NoMatch as no:
+            misses.append(NearMiss(names, "joint product", (str(no),)))
+    if changes:
+        graph_module.recompile()
+    return PassReport(name, tuple(changes), tuple(misses))
 
 
 def siblings(graph: Graph, linear: Any) -> Iterator[list[Node]]:
@@ -57,12 +66,12 @@ def siblings(graph: Graph, linear: Any) -> Iterator[list[Node]]:
         groups: dict[Any, list[Node]] = {}
         for node in nodes if len(nodes) > 1 else ():
             _, weight, bias = linear_arguments(node)
-            given = all(is_given(x) for x in (weight, bias) if x is not None)
+            given = all(_is_given(x) for x in (weight, bias) if x is not None)
             groups.setdefault((given or node, tensor_of(weight).dtype, bias is None), []).append(node)
         yield from groups.values()
 
 
-def is_given(value: Any) -> bool:
+def _is_given(value: Any) -> bool:
     """Whether the graph is given it, rather than computes it."""
     return isinstance(value, Node) and value.op in ("placeholder", "get_attr")
 
@@ -73,22 +82,33 @@ def linear_arguments(node: Node) -> tuple[Any, Any, Any]:
     return named["input"], named["weight"], named.get("bias")
 
 
-def _check(nodes: list[Node]) -> None:
-    for node in nodes:
-        _, weight, bias = linear_arguments(node)
-        if computed := [x for x in (weight, bias) if x is not None and not is_given(x)]:
-            raise NoMatch(f"{computed[0]} is computed in the graph")
-        if type(tensor_of(weight)) is not FakeTensor or tensor_of(weight).dim() != 2:
-            raise NoMatch(f"{weight} is no plain matrix, but {tensor_of(weight)}")
-        if tensor_of(node).requires_grad:
-            raise NoMatch(f"{node} needs a gradient, which {merged_linear.name()} does not give")
+def check_weight(node: Node) -> None:
+    """Raises NoMatch where a layer's weight or bias is computed, or the weight is no plain matrix."""
+    _, weight, bias = linear_arguments(node)
+    if computed := [x for x in (weight, bias) if x is not None and not _is_given(x)]:
+        raise NoMatch(f"{computed[0]} is computed in the graph")
+    if type(tensor_of(weight)) is not FakeTensor or tensor_of(weight).dim() != 2:
+        raise NoMatch(f"{weight} is no plain matrix, but {tensor_of(weight)}")
+
+
+def check_siblings(nodes: Sequence[Node]) -> None:
+    """Raises NoMatch where there is one alone, or memory may be written between them."""
     if len(nodes) == 1:
         raise NoMatch(f"its dtype or its bias sets it apart from others on {linear_arguments(nodes[0])[0]}")
-    if (between := write_between(nodes)) is not None:
+    first, *_, last = sorted(nodes)
+    if (between := _write_between((first, last))) is not None:
         raise NoMatch(f"{between} may write memory, or change a mode, between them")
 
 
-def write_between(nodes: Sequence[Node]) -> Node | None:
+def _check(nodes: list[Node]) -> None:
+    for node in nodes:
+        check_weight(node)
+        if tensor_of(node).requires_grad:
+            raise NoMatch(f"{node} needs a gradient, which {merged_linear.name()} does not give")
+    check_siblings(nodes)
+
+
+def _write_between(nodes: Sequence[Node]) -> Node | None:
     """What may write memory behind the first, up to the last."""
     node = nodes[0]
     while node is not nodes[-1]:

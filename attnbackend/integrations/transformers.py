@@ -160,8 +160,8 @@ class TransformersModel:
 
     Args:
         model: a model such as ``AutoModelForCausalLM`` gives, in evaluation mode.
-        passes: what to run on compiled layers besides `SelectBackend` and `MergeLinears`; None: on a GPU,
-            `FuseRopeCacheWrite` and `FuseLatentRopeCacheWrite`; on a CPU the first of them.
+        passes: what to run on compiled layers besides `SelectBackend`, `PickRowsEarly`, and `MergeLinears` or
+            `JoinCPULinears`; None: `FuseRopeCacheWrite`, and on a GPU `FuseLatentRopeCacheWrite`.
         merges_linears: on a GPU, lay the weights of linear layers of one input together and multiply at once.
 
     Raises:
@@ -182,9 +182,9 @@ class TransformersModel:
         self.max_model_len = _longest_sequence(text_config)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        on_gpu = (FuseRopeCacheWrite(), FuseLatentRopeCacheWrite())
-        by_default = on_gpu if self.device.type == "cuda" else on_gpu[:1]
-        self._passes: Sequence[GraphPass] = by_default if passes is None else tuple(passes)
+        if passes is None:
+            passes = (FuseRopeCacheWrite(), FuseLatentRopeCacheWrite())[: 1 + (self.device.type == "cuda")]
+        self._passes = tuple(passes)
         self._merges_linears = merges_linears
         self.num_merged = 0
         """Groups of linear layers whose weights were laid together, see `merge_linears`."""
@@ -242,13 +242,12 @@ class TransformersModel:
 
         Globals of modules are taken to stay what they were: looking at them takes much of a call's guards.
         """
-        passes: list[GraphPass] = [SelectBackend(backend), *self._passes]
-        if self.num_merged:
-            passes.append(MergeLinears())
-        # On CPUs queries are picked too: before a fusion makes them of all tokens.
-        passes.insert(1 if self.device.type == "cpu" else len(passes), PickRowsEarly())
-        if self.device.type == "cpu":
-            passes.append(JoinCPULinears())
+        merging = [MergeLinears()] if self.num_merged else []
+        passes: list[GraphPass] = [SelectBackend(backend), *self._passes, *merging]
+        if self.device.type == "cpu":  # Queries are picked too: before a fusion makes them of all tokens.
+            passes = [passes[0], PickRowsEarly(), *passes[1:], JoinCPULinears()]
+        else:
+            passes.append(PickRowsEarly())
         self.compiler = make_compiler(backend, passes=passes, in_pieces=in_pieces)
         layers, runs = _decoder_layers(self._modules, self.model), {}
         self.why_not_picked = why_not_picked(layers, self._logits_of, self.device)
